@@ -13,10 +13,8 @@ import importlib
 import math
 import operator
 import os
-import platform
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,10 +24,10 @@ import torch
 from torch.nn import Module
 
 import tritonclip
-from tritonclip import script, settings
-from tritonclip.backends import choose, native
+from tritonclip import script
 from tritonclip.call_log import CallLog, rank
 from tritonclip.comparison import fault_of_call
+from tritonclip.doctor import devices, doctor
 from tritonclip.messages import is_own, printable
 
 if TYPE_CHECKING:
@@ -39,15 +37,9 @@ if TYPE_CHECKING:
     from tritonclip.monitor.history import History
     from tritonclip.monitor.suggestion import Suggestion
 
-# Of `compare`.
-_NAMED_DTYPES = ("float32", "bfloat16", "float16", "float64")
-# The self-test of a device clips in these dtypes by these rules.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_RULES = (
-    tritonclip.ClipByGlobalNorm(1.0),
-    tritonclip.ClipByNorm(1.0),
-    tritonclip.ClipByValue(0.5),
-)
+# Options of `run` that a script may be given by mistake.
+_OF_RUN = {"--compare", "--record"}
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,23 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     if chosen.command in (None, "doctor"):
         return doctor()
-    if chosen.command == "compare":
-        return compare(chosen.target, chosen.dtype, chosen.device, chosen.seconds)
     if chosen.command == "run":
-        return run(
-            chosen.script,
-            chosen.arguments,
-            is_module=chosen.is_module,
-            compares=chosen.compare,
-            file=chosen.record,
-        )
+        return run(chosen)
+    if chosen.command == "compare":
+        return compare(chosen)
     try:
-        if chosen.command == "find":
-            return find(chosen)
-        if chosen.command == "plot":
-            plot(chosen.file, chosen.out, chosen.warmup, chosen.run)
-        else:
-            suggest(chosen.file, chosen.warmup, chosen.run)
+        return {"find": find, "plot": plot, "suggest": suggest}[chosen.command](chosen)
     except ModuleNotFoundError as error:
         package = (error.name or "tritonclip").split(".")[0]
         if package == "tritonclip":
@@ -89,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,53 +82,34 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tritonclip {tritonclip.__version__}"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, about in (
-        ("doctor", "print versions, devices and backends, and run a short self-test"),
-        ("run", "run a script as it is, with torch's functions that clip replaced by tritonclip's"),
-        ("compare", "time clipping by torch and by tritonclip on the gradients of your model"),
-        ("find", "train for short times under many limits, and say which is best"),
-        ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients"),
-        ("plot", "draw the norms in FILE, with candidates for max_norm and largest gradients"),
+    for name, about, add_arguments in (
+        ("doctor", "print versions, devices and backends, and run a short self-test", None),
+        (
+            "run",
+            "run a script as it is, with torch's functions that clip replaced by tritonclip's",
+            _add_run,
+        ),
+        (
+            "compare",
+            "time clipping by torch and by tritonclip on the gradients of your model",
+            _add_compare,
+        ),
+        ("find", "train for short times under many limits, and say which is best", _add_find),
+        (
+            "suggest",
+            "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients",
+            _add_history,
+        ),
+        (
+            "plot",
+            "draw the norms in FILE, with candidates for max_norm and largest gradients",
+            _add_plot,
+        ),
     ):
-        command = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}."
-        )
-        if name == "doctor":
-            continue
-        if name == "run":
-            _add_run(command)
-            continue
-        if name == "compare":
-            _add_compare(command)
-            continue
-        if name == "find":
-            _add_find(command)
-            continue
-        command.add_argument(
-            "file",
-            type=Path,
-            metavar="FILE",
-            help="written by tritonclip.record or by python -m tritonclip run --record",
-        )
-        command.add_argument(
-            "--warmup",
-            type=_at_least(0),
-            metavar="STEPS",
-            help="steps to leave out at the start of each run; found by default",
-        )
-        command.add_argument(
-            "--run",
-            type=_at_least(1),
-            metavar="NUMBER",
-            help="one run, where FILE has several; by default the last with enough steps",
-        )
-        if name == "plot":
-            command.add_argument(
-                "--out",
-                type=Path,
-                metavar="FIGURE",
-                help="a .png or .svg file; by default FILE as .png, if there is none",
-            )
+        description = f"{about[0].upper()}{about[1:]}."
+        command = commands.add_parser(name, help=about, description=description)
+        if add_arguments is not None:
+            add_arguments(command)
     return parser
 
 
@@ -170,10 +131,14 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
     )
-    command.add_argument("script", metavar="SCRIPT", help="a file, or with -m a module")
     command.add_argument(
+        "script", metavar="SCRIPT or -m MODULE", help="a file, or with -m a module"
+    )
+    rest = command.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
     )
+    # Else Python 3.11 and before say so where there is no script.
+    rest.required = False
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:
@@ -186,7 +151,7 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "loss_of(module) is the loss of a training step, for the share that clipping has in a "
         "step. A module or such a pair itself will do",
     )
-    command.add_argument("--dtype", choices=_NAMED_DTYPES, help="cast the module to it")
+    command.add_argument("--dtype", choices=_DTYPES, help="cast the module to it")
     command.add_argument("--device", type=_device, help="move the module to it: cpu, cuda, cuda:1")
     command.add_argument(
         "--seconds", type=_positive, default=4.0, help="about how long to take samples (4)"
@@ -221,6 +186,39 @@ def _add_find(command: argparse.ArgumentParser) -> None:
     command.add_argument("--csv", type=Path, metavar="FILE", help="for the loss of every trial")
 
 
+def _add_history(command: argparse.ArgumentParser) -> None:
+    """The arguments of `suggest`."""
+    command.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="written by tritonclip.record or by python -m tritonclip run --record",
+    )
+    command.add_argument(
+        "--warmup",
+        type=_at_least(0),
+        metavar="STEPS",
+        help="steps to leave out at the start of each run; found by default",
+    )
+    command.add_argument(
+        "--run",
+        type=_at_least(1),
+        metavar="NUMBER",
+        help="one run, where FILE has several; by default the last with enough steps",
+    )
+
+
+def _add_plot(command: argparse.ArgumentParser) -> None:
+    """The arguments of `plot`."""
+    _add_history(command)
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FIGURE",
+        help="a .png or .svg file; by default FILE as .png, if there is none",
+    )
+
+
 def _device(text: str) -> torch.device:
     try:
         return torch.device(text)
@@ -249,136 +247,33 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def doctor() -> int:
-    """Prints versions, devices and their backends, and tests each device.
-
-    Returns:
-        1 where a self-test failed or an environment variable is wrong, else 0.
-    """
-    try:
-        backend, verifying = settings.current()
-    except ValueError as error:
-        print(error)
-        return 1
-    for name, text in (
-        ("tritonclip", tritonclip.__version__),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("triton", _triton_version()),
-        ("c extension", native.describe()),
-        ("backend", backend),
-        ("verify", "on" if verifying else "off"),
-    ):
-        print(f"{name:<12}{text}")
-    failed = False
-    for device in _devices():
-        backend, result = _self_test(device)
-        failed |= result != "ok"
-        print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {result}")
-    if not torch.cuda.device_count():
-        print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
-    return int(failed)
-
-
-def _triton_version() -> str:
-    """As the module says: the packages of other builds have other names."""
-    if fault := choose.triton_fault():
-        text = fault.removeprefix("triton is ")
-        # A remedy only where something is wrong: on a CPU nobody needs it.
-        return "not installed" if text.startswith("not installed") else text
-    return str(importlib.import_module("triton").__version__)
-
-
-def _devices() -> list[torch.device]:
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *gpus]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def _without_a_gpu() -> str:
-    """Why none can be found; or the backend that one would have and, where it is slow, why."""
-    if not (torch.version.cuda or torch.version.hip):
-        return f": torch {torch.__version__} is built without CUDA and ROCm"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            backend = choose.backend_name(torch.device("cuda"), torch.float32)
-        except RuntimeError as error:
-            return f"; one would not be served: {error}"
-    found = f"; the {backend} backend would serve one"
-    return ": ".join([found, *(str(warning.message) for warning in caught)])
-
-
-def _self_test(device: torch.device) -> tuple[str, str]:
-    """The backend of a device, and the result of a verified clip in every dtype by every rule."""
-    try:
-        backend = choose.backend_name(device, torch.float32)
-        _clip_known(device)
-        with tritonclip.verify():
-            for dtype in _DTYPES:
-                for rule in _RULES:
-                    _clip_sample(device, dtype, rule)
-    except Exception as error:
-        return "no", f"failed: {type(error).__name__}: {error}"
-    return backend, "ok"
-
-
-def _clip_known(device: torch.device) -> None:
-    """Clips a gradient whose norm is known: verification is by the torch backend itself."""
-    weight = torch.zeros(2, device=device, requires_grad=True)
-    weight.grad = torch.tensor([3.0, 4.0], device=device)
-    norm = float(tritonclip.clip_(weight, 1.0))
-    if abs(norm - 5) > 1e-5 or not torch.allclose(weight.grad.cpu(), torch.tensor([0.6, 0.8])):
-        raise tritonclip.VerificationError(
-            f"the gradient [3, 4] of norm 5 was clipped to {weight.grad.tolist()}, by a norm of "
-            f"{norm}; expected [0.6, 0.8]"
-        )
-
-
-def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rules.Rule) -> None:
-    """Clips gradients of awkward sizes."""
-    random: Callable[..., torch.Tensor] = torch.randn
-    generator = torch.Generator().manual_seed(0)
-    parameters = []
-    for size in (1, 15, 4097, 20001):
-        parameter = torch.zeros(size, dtype=dtype, device=device, requires_grad=True)
-        parameter.grad = random(size, generator=generator).to(device, dtype)
-        parameters.append(parameter)
-    tritonclip.clip_(parameters, rule)
-
-
-def run(
-    target: str, arguments: Sequence[str], *, is_module: bool, compares: bool, file: str | None
-) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Runs a script under `patch_torch`, as Python would; errors of the script are raised.
 
-    Args:
-        target: a file, or the name of a module.
-        arguments: of the script.
-        is_module: which of the two `target` is.
-        compares: whether torch's functions and tritonclip's take turns.
-        file: for a recorder; None for none.
-
-    Returns:
-        1 where there is no such script, or `file` cannot be written.
+    Returns 1 where there is no such script, or the recorder's file cannot be written.
     """
-    process, is_first = os.getpid(), rank() == 0
+    process, is_first, file = os.getpid(), rank() == 0, chosen.record
     try:
         recorder = None
         if file is not None:
             recorder = tritonclip.Recorder(file, write=is_first, append=True)
-        program = (script.module if is_module else script.script)(target)
+        program = (script.module if chosen.is_module else script.script)(chosen.script)
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    log, failed = CallLog(compares=compares), True
+    late = sorted({argument.partition("=")[0] for argument in chosen.arguments} & _OF_RUN)
+    if is_first and late:
+        print(
+            f"tritonclip run: {' and '.join(late)} after {chosen.script} went to the script; "
+            "options of run stand before it: python -m tritonclip run "
+            f"{' '.join(late)} ... {'-m ' * chosen.is_module}{chosen.script}",
+            file=sys.stderr,
+        )
+    log, failed = CallLog(compares=chosen.compare), True
     patch = log.patch(recorder)
     try:
         with patch:
-            program.run(arguments)
+            program.run(chosen.arguments)
         failed = False
     except SystemExit as end:
         failed = end.code not in (None, 0)
@@ -396,25 +291,18 @@ def run(
     return 0
 
 
-def compare(target: str, dtype: str | None, device: torch.device | None, seconds: float) -> int:
-    """Prints a comparison on the model of a target; returns 1 where there is none.
-
-    Args:
-        target: MODULE:NAME.
-        dtype: to cast the model to; None for its own.
-        device: to move the model to; None for its own.
-        seconds: as for `tritonclip.compare`.
-    """
+def compare(chosen: argparse.Namespace) -> int:
+    """Prints a comparison on the model of a target; returns 1 where there is none."""
     try:
-        if device is not None:
-            _check_device(device)
-        model, loss_of = _model_of(target)
-        model = model.to(device, getattr(torch, dtype) if dtype else None)
+        if chosen.device is not None:
+            _check_device(chosen.device)
+        model, loss_of = _model_of(chosen.target)
+        model = model.to(chosen.device, getattr(torch, chosen.dtype) if chosen.dtype else None)
         if loss_of is not None:
             loss_of = _named("loss_of", loss_of)
-        print(tritonclip.compare(model, loss_of, seconds=seconds))
+        print(tritonclip.compare(model, loss_of, seconds=chosen.seconds))
     except Exception as error:
-        return _fail(error, dtype, device)
+        return _fail(error, is_cast=bool(chosen.dtype or chosen.device))
     return 0
 
 
@@ -422,13 +310,13 @@ class _CodeError(Exception):
     """An error that the user's code raised, which is its cause."""
 
 
-def _fail(error: Exception, dtype: str | None, device: torch.device | None) -> int:
+def _fail(error: Exception, *, is_cast: bool = False) -> int:
     """Prints an error; with its traceback where it is of the user's code."""
     cause = error.__cause__ if isinstance(error, _CodeError) else error
     hint = ""
     if isinstance(error, _CodeError) and cause is not None:
         traceback.print_exception(cause)
-        if "loss_of" in str(error) and (dtype or device):
+        if "loss_of" in str(error) and is_cast:
             hint = (
                 "; with --dtype and --device, loss_of has to make its inputs with the dtype and "
                 "on the device of the module that it gets: x.to(next(module.parameters()))"
@@ -454,7 +342,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _check_device(device: torch.device) -> None:
-    there = [str(listed) for listed in _devices()]
+    there = [str(listed) for listed in devices()]
     if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
         name.removesuffix(":0") for name in there
     ):
@@ -566,7 +454,7 @@ def find(chosen: argparse.Namespace) -> int:
         with _progress() as progress:
             found = tritonclip.find_max_norm(*arguments, **others, progress=progress)
     except _CodeError as error:
-        return _fail(error, None, None)
+        return _fail(error)
     except Exception as error:
         text = str(error)
         if not is_own(error):
@@ -606,12 +494,12 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, most: bar.update(task, completed=done, total=most)
 
 
-def suggest(file: Path, warmup: int | None, run: int | None) -> None:
+def suggest(chosen: argparse.Namespace) -> int:
     """Prints the suggestion and its reason; where rich is installed, with tables."""
     from tritonclip.monitor.history import read
 
-    history = read(file)
-    suggestion = tritonclip.suggest_max_norm(history, warmup=warmup, run=run)
+    history = read(chosen.file)
+    suggestion = tritonclip.suggest_max_norm(history, warmup=chosen.warmup, run=chosen.run)
     of_run = f" of run {suggestion.run}" if len(history.spans) > 1 else ""
     counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
     lines = [f"{counted}; {_left_out(suggestion)}.", suggestion.reason]
@@ -625,7 +513,7 @@ def suggest(file: Path, warmup: int | None, run: int | None) -> None:
     except ModuleNotFoundError:
         print(*lines, result, sep="\n")
         print('For tables of candidates and of norms by name: pip install "tritonclip[monitor]"')
-        return
+        return 0
     # Lines wide enough for the table, where they do not end up in a terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if suggestion.candidates:
@@ -633,6 +521,7 @@ def suggest(file: Path, warmup: int | None, run: int | None) -> None:
     console.print("\n".join(lines))
     console.print(result, style="bold")
     _print_largest(console, history.run(suggestion.run))
+    return 0
 
 
 def _table(suggestion: Suggestion) -> Table:
@@ -688,25 +577,23 @@ def _left_out(suggestion: Suggestion) -> str:
     return f"left out: {found}" if found else "no norm is NaN, inf or 0"
 
 
-def plot(file: Path, out: Path | None, warmup: int | None, run: int | None) -> None:
+def plot(chosen: argparse.Namespace) -> int:
     """Draws the norms, with candidates for max_norm, and prints the path of the figure."""
     from tritonclip.monitor import plot as figure
     from tritonclip.monitor.history import read
 
-    history = read(file)
-    if run is not None:
-        history = history.run(run)
-    target = out or file.with_suffix(".png")
-    if out is None and target.exists():
+    history = read(chosen.file)
+    if chosen.run is not None:
+        history = history.run(chosen.run)
+    target = chosen.out or chosen.file.with_suffix(".png")
+    if chosen.out is None and target.exists():
         raise FileExistsError(f"{target} exists; to replace it, write --out {target}")
-    figure.save(target, history, _suggestion(history, warmup))
-    print(target)
-
-
-def _suggestion(history: History, warmup: int | None) -> Suggestion | None:
-    """The suggestion for a run; None where it is too short for one."""
+    suggestion = None
     try:
-        return tritonclip.suggest_max_norm(history, warmup=warmup)
+        suggestion = tritonclip.suggest_max_norm(history, warmup=chosen.warmup)
     except ValueError as error:
+        # The run is too short for one.
         print(f"The figure has no candidates: {error}", file=sys.stderr)
-        return None
+    figure.save(target, history, suggestion)
+    print(target)
+    return 0

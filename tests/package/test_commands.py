@@ -244,6 +244,13 @@ def test_wrong_usage_ends_with_status_2(capsys, arguments):
     assert "usage: python -m tritonclip" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--compare"], ["-m"]], ids=["none", "compare", "-m"])
+def test_run_without_a_script_asks_for_a_script_or_a_module(capsys, options):
+    assert main(["run", *options]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("the following arguments are required: SCRIPT or -m MODULE")
+
+
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_names_every_command(capsys, option):
     assert main([option]) == 0

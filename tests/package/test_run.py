@@ -206,6 +206,15 @@ def test_a_wrong_target_ends_with_a_message(run, arguments, said):
     assert said in printed.err
 
 
+def test_options_after_the_script_go_to_it_and_it_is_said(run, folder):
+    (folder / "other.py").write_text("print('trained')")
+    status, printed = run("other.py", "3", "--record=norms.csv")
+    assert (status, printed.out) == (0, "trained\n")
+    first = printed.err.splitlines()[0]
+    assert "--record after other.py went to the script" in first
+    assert first.endswith("python -m tritonclip run --record ... other.py")
+
+
 def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folder):
     """Two processes with gloo, which take turns alike: some ten seconds on a busy machine."""
     train = TRAIN.replace("def main():", "def main():\n    dist.init_process_group('gloo')")
