@@ -27,12 +27,6 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 
 @ONE_OF_EACH
-def test_wrapper_is_an_optimizer(name, options):
-    wrapper = ClippedOptimizer(build(name, made(name), options), LIMIT)
-    assert isinstance(wrapper, Optimizer)
-
-
-@ONE_OF_EACH
 def test_groups_state_and_defaults_are_shared(name, options):
     params = made(name)
     inner = build(name, params, options)
@@ -129,14 +123,6 @@ def searched(factors=(1.0, 2.0, 0.25)):
         return torch.tensor(left.pop(0))
 
     return wrapper, closure
-
-
-def test_step_clips_after_each_evaluation_of_a_closure():
-    wrapper, closure = searched()
-    wrapper.step(closure)
-    # Coefficients 1/2, 1/4 and 1 are exact.
-    expected = [torch.tensor([1.5, 2.0]), torch.tensor([1.5, 2.0]), torch.tensor([0.75, 1.0])]
-    assert_bits(wrapper.optimizer.seen, expected)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
@@ -244,18 +230,6 @@ def test_step_enables_gradients_for_its_closure():
     with torch.no_grad():
         wrapper.step(noting)
     assert enabled == [True, True, True]
-
-
-def test_add_param_group_reaches_the_wrapped_optimizer():
-    first, wrapper = one_weight((3.0, 0.0))
-    second = torch.nn.Parameter(torch.zeros(2))
-    second.grad = torch.tensor([0.0, 4.0])
-    wrapper.add_param_group({"params": [second], "lr": 2.0})
-    wrapper.step()
-    # Under one norm, 5: the coefficient is 1/2.
-    assert len(wrapper.optimizer.param_groups) == 2
-    assert first.tolist() == [-1.5, 0.0]
-    assert second.tolist() == [0.0, -4.0]
 
 
 @ONE_OF_EACH

@@ -45,15 +45,6 @@ def test_step_of_the_wrapped_optimizer_is_warned_of_once():
     assert optimizer.stats.summary()["steps"] == 0
 
 
-def test_scaler_that_steps_the_wrapped_optimizer_is_warned_of():
-    parameters, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(sum((p * p).sum() for p in parameters)).backward()
-
-    with pytest.warns(UserWarning, match=INNER):
-        scaler.step(optimizer.optimizer)
-
-
 def test_scheduler_of_the_wrapped_optimizer_does_not_warn():
     """It replaces `step` by a function that counts."""
     parameters = [parameter(normal(4))]

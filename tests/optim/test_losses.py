@@ -12,12 +12,10 @@ from torch import Tensor
 
 import tritonclip
 from helpers import histories
-from helpers.cases import INTERPRETED, NoHostRead, assert_bits, copies, grad_of
+from helpers.cases import INTERPRETED, assert_bits, copies, grad_of
 from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 from tritonclip import ClippedOptimizer, Outlier
-from tritonclip.backends import choose
 from tritonclip.monitor.history import read
-from tritonclip.optim.watches import SkipWatch
 
 ABOVE = Outlier(4.0, 8)
 
@@ -164,22 +162,10 @@ def test_loss_of_a_closure(make):
     assert optimizer.loss is None
 
 
-def test_loss_waits_for_no_device_where_the_optimizer_is_fused(monkeypatch):
-    monkeypatch.setattr(choose, "host_decides", lambda device: False)
-    monkeypatch.setattr(SkipWatch, "_read", lambda self, n: 0)
-    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], skip_above=ABOVE)
-    monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
-    with tritonclip.use_backend("torch"), NoHostRead():
-        for step in range(12):
-            give_grads(params, step)
-            optimizer.loss = torch.tensor(1.0)
-            optimizer.step()
-
-
 @pytest.mark.parametrize("above", [None, 5.0])
 def test_loss_that_nothing_judges_is_refused(above):
     _, optimizer = wrapped(sgd, skip_above=above)
-    with pytest.raises(ValueError, match=r"expected skip_above=Outlier\(\)"):
+    with pytest.raises(ValueError, match=r"expected skip_above=Outlier\(\), .* or recorder=record"):
         optimizer.loss = 1.0
     assert optimizer.loss is None
 
@@ -227,12 +213,6 @@ def test_a_recorder_takes_the_loss_of_its_step(tmp_path, make, skip_above):
             step_with(params, optimizer, loss)
     found = read(tmp_path / "run.csv").losses
     assert found.nan_to_num(-1.0).tolist() == [2.0, 1.5, -1.0]
-
-
-def test_a_loss_that_nobody_takes_is_refused():
-    _, optimizer = wrapped(sgd)
-    with pytest.raises(ValueError, match=r"there is no recorder; expected .*recorder=record"):
-        optimizer.loss = 1.0
 
 
 def test_a_loss_is_that_of_the_moment_when_it_was_set():

@@ -39,13 +39,6 @@ def test_error_names_the_parameter(names, own):
     assert all(not p.any() for p in values_of(optimizer))
 
 
-def test_error_names_a_parameter_without_need_clip():
-    optimizer = ClippedOptimizer(SGD(with_nan(True), lr=1.0), 1.0, nonfinite="error")
-    values_of(optimizer)[3].need_clip = False
-    with pytest.raises(RuntimeError, match=r"c\.bias$"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("own", [0.5, None], ids=["own", "None"])
 def test_error_says_why_a_norm_was_not_the_reason(own):
     """Only gradients under a rule have a norm to speak of."""

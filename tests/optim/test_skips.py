@@ -107,14 +107,6 @@ def test_outliers_between_steps_leave_no_trace(make):
     assert_bits(state_of(optimizer, params), state_of(other, twins))
 
 
-@pytest.mark.parametrize(("value", "skips"), [(math.inf, 1), (math.nan, 0)])
-def test_inf_is_above_and_nan_is_not(value, skips):
-    params, optimizer = wrapped(sgd, skip_above=1e30)
-    give_grads(params, bad=value)
-    optimizer.step()
-    assert int(optimizer.stats.skipped_steps) == skips
-
-
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_inf_is_skipped_before_it_is_an_error(make):
     """Whoever decides, the host or a fused optimizer; NaN is above no bound."""
@@ -127,14 +119,6 @@ def test_inf_is_skipped_before_it_is_an_error(make):
     give_grads(params, bad=math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.step()
-
-
-def test_a_norm_that_equals_the_bound_is_not_skipped():
-    weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = ClippedOptimizer(sgd([weight]), 1.0, skip_above=5.0)
-    weight.grad = torch.tensor([3.0, 4.0])
-    optimizer.step()
-    assert int(optimizer.stats.skipped_steps) == 0
 
 
 @pytest.mark.parametrize(
@@ -222,8 +206,10 @@ def test_skip_above_looks_at_a_closure_first():
     assert int(optimizer.stats.skipped_steps) == 1
 
 
-@pytest.mark.parametrize("above", [20.0, Outlier(4.0, 8)], ids=["fixed", "outlier"])
-def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monkeypatch):
+@pytest.mark.parametrize(
+    ("above", "loss"), [(20.0, None), (Outlier(4.0, 8), None), (Outlier(4.0, 8), torch.tensor(1.0))]
+)
+def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, loss, monkeypatch):
     """As for tensors of a GPU; a CPU's optimizer itself reads its numbers."""
     monkeypatch.setattr(choose, "host_decides", lambda device: False)
     monkeypatch.setattr(SkipWatch, "_read", lambda self, n: 0)
@@ -232,6 +218,7 @@ def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monk
     with tritonclip.use_backend("torch"), NoHostRead():
         for step in range(12):
             give_grads(params, step)
+            optimizer.loss = loss
             optimizer.step()
 
 
@@ -282,17 +269,6 @@ def test_consecutive_skips_are_saved(fresh):
         give_grads(params, bad=math.nan)
     with pytest.raises(RuntimeError, match="4 steps in a row"):
         optimizer.step()
-
-
-def test_an_overflow_of_a_scaler_is_no_skip():
-    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for _ in range(3):
-        scaler.scale(torch.ones(()))
-        give_grads(params, bad=math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-    assert int(optimizer.stats.consecutive_skips) == 0
 
 
 @pytest.mark.parametrize(

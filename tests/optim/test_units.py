@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.cases import NoHostRead, grad_of
+from helpers.cases import NoHostRead
 from helpers.units import assert_clipped, expected
 from tritonclip import ClipByUnitNorm, ClippedOptimizer, FlatGradients
 
@@ -135,30 +135,6 @@ def test_scaler_unscales_before_the_comparison_also_what_is_excluded(kind):
                 scaler.update()
     for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-def test_a_step_with_nan_is_skipped():
-    model = make_model()
-    optimizer = ClippedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), ClipByUnitNorm(), nonfinite="skip"
-    )
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(model)
-    grad_of(list(model.parameters())[2])[0, 0] = torch.nan
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    assert optimizer.stats.summary()["skipped_steps"] == 1
-
-
-def test_error_names_the_parameters():
-    model = make_model()
-    optimizer = ClippedOptimizer(
-        torch.optim.SGD(model.named_parameters(), lr=0.1), ClipByUnitNorm(), nonfinite="error"
-    )
-    backward(model)
-    grad_of(list(model.parameters())[3])[0] = torch.inf
-    with pytest.raises(RuntimeError, match=r"2\.bias are non-finite"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["with-model", "alone"])
