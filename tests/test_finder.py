@@ -612,6 +612,31 @@ def frozen():
     return model, torch.optim.SGD(model.parameters(), 0.1)
 
 
+def clipped_twice(how):
+    """A `make` of steps that clip once more, to 0.5, before or after the trial's clip."""
+
+    def build():
+        model, optimizer = make()
+        if how == "wrapper":
+            optimizer = tritonclip.ClippedOptimizer(optimizer, 0.5)
+
+        def step(batch, clip):
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            if how == "before":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip(model)
+            if how == "after":
+                tritonclip.clip_(model, 0.5)
+            optimizer.step()
+            return value
+
+        return step
+
+    return build
+
+
 def limited(*others, **named):
     model, _ = make()
     return lambda batch, clip: clip(model.parameters(), *others, **named)
@@ -645,6 +670,9 @@ def limited(*others, **named):
         ({"make": lossless}, TypeError, "step function that returns it"),
         ({"make": again}, ValueError, "copy.deepcopy"),
         ({"make": lazy}, ValueError, "forward pass before"),
+        ({"make": clipped_twice("before")}, ValueError, "of the same norm, 0.5, and none had"),
+        ({"make": clipped_twice("after")}, ValueError, "expected a step that calls clip("),
+        ({"make": clipped_twice("wrapper")}, ValueError, "without clip_grad_norm_, a ClippedOpt"),
         ({"make": wrapped}, TypeError, "it wraps"),
         ({"make": nn.Linear(4, 1)}, TypeError, "got Linear"),
         ({"make": lambda: nn.Linear(4, 1)}, TypeError, "got Linear"),

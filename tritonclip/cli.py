@@ -501,8 +501,10 @@ def suggest(chosen: argparse.Namespace) -> int:
     history = read(chosen.file)
     suggestion = tritonclip.suggest_max_norm(history, warmup=chosen.warmup, run=chosen.run)
     of_run = f" of run {suggestion.run}" if len(history.spans) > 1 else ""
-    counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
-    lines = [f"{counted}; {_left_out(suggestion)}.", suggestion.reason]
+    judged = f"Judged by the norms of {suggestion.steps} steps{of_run}"
+    if suggestion.warmup:
+        judged += f", without a warm-up of {suggestion.warmup} steps at the start"
+    lines = [f"{judged}; {_left_out(suggestion)}.", suggestion.reason]
     if not math.isnan(suggestion.spike_score):
         lines.insert(1, f"SpikeScore: {suggestion.spike_score:.2%}")
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"

@@ -423,9 +423,9 @@ def find_max_norm(
     Raises:
         TypeError: arguments of another kind, or a step that returns no loss.
         ValueError: a first loss that is NaN or inf, or one that does not require grad; held-out
-            batches without an end; steps that change no parameter, or never call
-            `clip`; batches that run out; fewer than two limits and rules; a step function over
-            parameters that were trained before; lazy parameters.
+            batches without an end; steps that change no parameter, never call `clip`, or clip
+            once more; batches that run out; fewer than two limits and rules; a step function
+            over parameters that were trained before; lazy parameters.
         KeyboardInterrupt: an interrupt before any two candidates can be compared; a later one ends
             the search, and the answer is what is known by then.
     """

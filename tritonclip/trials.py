@@ -25,10 +25,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonclip.clipping import clip_
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.engine.arguments import as_list
+from tritonclip.monitor.suggestion import n_cut_off
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.watches import DELAY_STEPS, sent
 from tritonclip.rules import ClipState, Rule
@@ -178,19 +180,22 @@ class Training:
         clipping = _Clipping(clip, self._is_known if model is None else lambda parameters: False)
         losses: list[Tensor] = []
         arriving: deque[Callable[[], int]] = deque()
-        for batch in self._stream(seed, turn, steps):
-            loss = _as_loss(step(batch, clipping)).detach()
-            # The same on all processes: they end a trial at one step.
-            losses.append(torch.as_tensor(mean_of_all(loss, loss.device)))
-            tick()
-            arriving.append(sent(losses[-1].isfinite()))
-            is_late = loss.device.type == "cpu" or len(arriving) > DELAY_STEPS
-            if is_late and not arriving.popleft()():
-                break
+        with clipping.watching():
+            for batch in self._stream(seed, turn, steps):
+                loss = _as_loss(step(batch, clipping)).detach()
+                # The same on all processes: they end a trial at one step.
+                losses.append(torch.as_tensor(mean_of_all(loss, loss.device)))
+                tick()
+                arriving.append(sent(losses[-1].isfinite()))
+                is_late = loss.device.type == "cpu" or len(arriving) > DELAY_STEPS
+                if is_late and not arriving.popleft()():
+                    break
         trial = self._measured(losses, clipping, model)
         if not self._has_run:
             self._check_first(trial, clipping)
             self._has_run = True
+        if clip == math.inf:
+            _refuse_second_clip(_numbers(clipping.taken))
         return trial
 
     def _measured(self, losses: list[Tensor], clipping: _Clipping, model: Any) -> Trial:
@@ -205,10 +210,7 @@ class Training:
                 each = [_as_loss(self._evaluate(model, batch)) for batch in self._held_out]
                 mean = torch.stack([loss.double() for loss in each]).mean()
                 held_out = float(mean_of_all(mean, None))
-        norms = torch.stack(clipping.norms) if clipping.norms else torch.zeros(0)
-        # Where processes train apart, their norms differ, and decisions must not.
-        norms = torch.as_tensor(mean_of_all(norms, norms.device))
-        return Trial(found, norms.cpu().double(), held_out)
+        return Trial(found, _numbers(clipping.norms), held_out)
 
     def _check_first(self, trial: Trial, clipping: _Clipping) -> None:
         """Refuses a training in which no limit could matter."""
@@ -375,7 +377,10 @@ class _Clipping:
         self.parameters: list[Tensor] = []
         # Of the parameters, before the first step.
         self.before: list[Tensor] = []
+        # Norms before clipping; and as an optimizer takes them, where that is watched.
         self.norms: list[Tensor] = []
+        self.taken: list[Tensor] = []
+        self._last: list[Tensor] = []
 
     def __call__(self, parameters: Any, *others: Any, **named: Any) -> Tensor | None:
         """Clips by the limit of the trial; returns the norm before clipping."""
@@ -403,7 +408,26 @@ class _Clipping:
         norm = clip_(items, self._clip, state=state)
         if norm is not None and norm.dim() == 0:
             self.norms.append(norm)
+            self.taken.append(norm)
+            self._last = tensors
         return norm
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Without a limit, measures gradients once more when an optimizer takes them."""
+        if self._clip != math.inf:
+            yield
+            return
+        hook = register_optimizer_step_pre_hook(self._measure)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _measure(self, *_: Any) -> None:
+        # The last hook counts, since a ClippedOptimizer clips between its own and the one inside.
+        if any(p.grad is not None for p in self._last):
+            self.taken[-1] = clip_(self._last, math.inf)
 
 
 class _Start:
@@ -493,6 +517,24 @@ def _check_step(step: Any) -> None:
             f"expected a step function step(batch, clip), got one with {signature}; call "
             "clip(parameters) in it, where clip_grad_norm_ would stand"
         ) from None
+
+
+def _refuse_second_clip(norms: Tensor) -> None:
+    """Refuses norms that are cut off at one value, although the trial has no limit."""
+    norms = norms[norms.isfinite() & (norms > 0)]
+    if len(norms) and (n := n_cut_off(norms)):
+        raise ValueError(
+            f"{n} of {len(norms)} updates had gradients of the same norm, {norms.max():.4g}, and "
+            "none had a larger one, in a trial without a limit: something clips or normalizes "
+            "gradients beside the clip of the trial; expected a step that calls clip(parameters) "
+            "alone, without clip_grad_norm_, a ClippedOptimizer or a clipping option of a trainer"
+        )
+
+
+def _numbers(norms: list[Tensor]) -> Tensor:
+    """Norms on the CPU, of all processes: those that train apart differ, and decisions must not."""
+    found = torch.stack(norms) if norms else torch.zeros(0)
+    return torch.as_tensor(mean_of_all(found, found.device)).cpu().double()
 
 
 def _refuse_constant(parameters: Sequence[Tensor]) -> None:

@@ -137,7 +137,7 @@ def test_suggest_prints_the_statistics_that_were_recorded(tmp_path, capsys):
 
 def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
     assert main(["suggest", str(path), "--warmup", "100"]) == 0
-    assert "500 steps after a warm-up of 100" in capsys.readouterr().out
+    assert "by the norms of 500 steps, without a warm-up of 100 steps" in capsys.readouterr().out
 
 
 def test_suggest_and_plot_take_one_of_several_runs(path, tmp_path, capsys):
@@ -145,9 +145,9 @@ def test_suggest_and_plot_take_one_of_several_runs(path, tmp_path, capsys):
         for step in range(40):
             recorder.add_(100.0 + step % 7)
     assert main(["suggest", str(path)]) == 0
-    assert "600 steps of run 1 after a warm-up of 0" in capsys.readouterr().out
+    assert "Judged by the norms of 600 steps of run 1; no norm is" in capsys.readouterr().out
     assert main(["suggest", str(path), "--run", "2"]) == 0
-    assert "40 steps of run 2 after a warm-up of 0" in capsys.readouterr().out
+    assert "Judged by the norms of 40 steps of run 2; no norm is" in capsys.readouterr().out
     figure = tmp_path / "two.svg"
     for options, names in ([], ["run 1", "run 2"]), (["--run", "2"], []):
         assert main(["plot", str(path), "--out", str(figure), *options]) == 0

@@ -584,7 +584,7 @@ def _candidates(
 def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
     """Whether to clip at a limit, and why."""
     n, largest = len(norms), float(norms.max())
-    n_cut = int((norms >= _least_equal(largest)).sum())
+    n_cut = n_cut_off(norms)
     if n_cut == n:
         return "constant", (
             f"All {n} norms equal {largest:.4g}, so that no limit can be suggested. If something "
@@ -592,7 +592,7 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
             "adds the same number at every step, pass the norm that clip_ returns. Then record "
             "again."
         )
-    if n_cut >= max(_CUT_STEPS, _CUT_SHARE * n):
+    if n_cut:
         return "clipped before", (
             f"{n_cut} of {n} norms equal the largest, {largest:.4g}: most likely something clips "
             "before the norm is measured. Turn that off and record again."
@@ -629,6 +629,12 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
     if trend.outside < _LEAST_SHARE:
         why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
     return "clip", why
+
+
+def n_cut_off(norms: Tensor) -> int:
+    """How many norms equal the largest; 0 where they are so few that it may be chance."""
+    n = int((norms >= _least_equal(float(norms.max()))).sum())
+    return n if n >= max(_CUT_STEPS, _CUT_SHARE * len(norms)) else 0
 
 
 def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
