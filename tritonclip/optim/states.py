@@ -203,7 +203,7 @@ def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
     state.load_state_dict(saved)
     if not isinstance(rule, Outlier) and getattr(rule, "fixed", True):
         return state
-    n = state._form[0] if len(state._form) == 2 else 0
+    n = state._shape[0] if len(state._shape) == 2 else 0
     if n > n_parameters:
         raise ValueError(
             f"the checkpoint remembers norms of {n} parameters for {owner!r}, got an "

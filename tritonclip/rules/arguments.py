@@ -43,11 +43,7 @@ def as_number(name: str, value: object) -> float:
 
 
 def local_number(name: str, number: torch.Tensor) -> torch.Tensor:
-    """A tensor itself, or the local one of a DTensor that all processes have.
-
-    Raises:
-        ValueError: a DTensor of which each process has a part, and would read another number.
-    """
+    """A tensor itself, or the local one of a DTensor that is one number on all processes."""
     placements = getattr(number, "placements", None)
     if placements is None:
         return number
@@ -153,11 +149,7 @@ def as_count(name: str, value: object, least: int) -> int:
 
 
 def saved_count(name: str, value: object) -> int:
-    """A count in a saved state, an int or a 0-d integer tensor; one without values counts as 0.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A count in a saved state, an int or a 0-d integer tensor; one without values counts as 0."""
     number = value
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
         number = 0 if value.is_meta else value.item()

@@ -18,12 +18,6 @@ class Excluded:
 
     A deep or unpickled copy excludes the copies of the parameters, so copy a rule in one call with
     their model or optimizer.
-
-    Args:
-        parameters: tensors.
-
-    Attributes:
-        parameters: as given.
     """
 
     __slots__ = ("_ids", "parameters")

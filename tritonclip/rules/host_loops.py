@@ -29,9 +29,7 @@ def are_counts(numbers: Tensor) -> bool:
 def are_windows(rows: Tensor, least: float = 0.0) -> bool:
     """Whether each row is a window, and the count of what entered it: as many slots are filled.
 
-    Args:
-        rows: float64[..., window + 1].
-        least: below everything that may have entered.
+    Rows are float64[..., window + 1]; `least` is below everything that may have entered.
     """
     slots, n = rows[..., :-1], rows[..., -1:]
     filled = torch.arange(slots.shape[-1]) < n

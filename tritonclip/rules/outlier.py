@@ -6,14 +6,15 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tritonclip.rules.arguments import as_count, as_positive
 from tritonclip.rules.host_loops import are_windows, moments_of
-from tritonclip.rules.quantile import entered, entered_on_host
-from tritonclip.rules.rule import Adaptive, checked, counts, rule
+from tritonclip.rules.quantile import entered
+from tritonclip.rules.rule import Adaptive, checked, rule
 
 # Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
 _LEAST_DEVIATION = 1e-6
@@ -61,13 +62,18 @@ class Outlier(Adaptive):
     # Half a window must have two norms for a sample deviation.
     window: int = checked(partial(as_count, least=4), default=128)
 
+    # What enters a window is finite, and greater than this.
+    _below: ClassVar[float] = 0.0
+    # Of `in_kernel`.
+    _kind: ClassVar[str] = "outlier"
+
     def start(self) -> Sequence[float]:
         """An empty window, and the number of norms, 0."""
         return (*[math.nan] * self.window, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
-        return self._limit(state), entered(state, norm, counts(norm))
+        return self._limit(state), entered(state, norm, norm.isfinite() & (norm > self._below))
 
     def _limit(self, state: Tensor) -> Tensor:
         """The largest number that is no outlier."""
@@ -80,54 +86,32 @@ class Outlier(Adaptive):
         return torch.where(n >= self.window // 2, limit, math.inf)
 
     def accepts(self, state: Tensor) -> bool:
-        """A window of norms."""
-        return are_windows(state)
+        """A window of numbers that may enter it."""
+        return are_windows(state, self._below)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
-        return "outlier", (self.sigmas, 0.0, 0.0, math.inf)
+        return self._kind, (self.sigmas, 0.0, 0.0, math.inf)
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float, array[float]]:
         """As `advance`."""
         assert isinstance(norm, float)
-        limit = self._limit_on_host(state)
-        if 0 < norm < math.inf:
-            state = entered_on_host(state, norm, self.window)
+        limit, n = math.inf, int(state[-1])
+        if n >= self.window // 2:
+            mean, deviation = moments_of(state, min(n, self.window))
+            limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
+        if self._below < norm < math.inf:
+            state = state[:]
+            state[n % self.window] = norm
+            state[-1] = n + 1
         return limit, state
-
-    def _limit_on_host(self, state: array[float]) -> float:
-        """As `_limit`."""
-        n = min(int(state[-1]), self.window)
-        if n < self.window // 2:
-            return math.inf
-        mean, deviation = moments_of(state, n)
-        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
 
 
 @rule()
 class LossOutlier(Outlier):
     """The test of :class:`Outlier` for losses, which may be negative or 0."""
 
-    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest loss that is no outlier among the losses before this one."""
-        return self._limit(state), entered(state, norm, norm.isfinite())
-
-    def accepts(self, state: Tensor) -> bool:
-        """A window of losses."""
-        return are_windows(state, -math.inf)
-
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
-        """Its numbers."""
-        return "loss", (self.sigmas, 0.0, 0.0, math.inf)
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float, array[float]]:
-        """As `advance`."""
-        assert isinstance(norm, float)
-        limit = self._limit_on_host(state)
-        if math.isfinite(norm):
-            state = entered_on_host(state, norm, self.window)
-        return limit, state
+    _below: ClassVar[float] = -math.inf
+    _kind: ClassVar[str] = "loss"

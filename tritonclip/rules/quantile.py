@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -26,8 +25,45 @@ from tritonclip.rules.rule import AdaptiveRule, bounded, checked, counts, rule
 _ARGUMENTS = {"q": "quantile", "percentile clip_percentile percentile_clipping": "quantile=0.1"}
 
 
+@rule()
+class _ByQuantile(AdaptiveRule):
+    quantile: float = checked(as_fraction, default=0.9)
+    window: int = checked(partial(as_count, least=1), default=1000)
+    max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
+
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
+    eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
+
+    def start(self) -> Sequence[float]:
+        """An empty window, and the number of norms, 0."""
+        return (*[math.nan] * self.window, 0.0)
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The quantile of the window, or of each, this norm included."""
+        state = entered(state, norm, counts(norm))
+        quantile = torch.nanquantile(state[..., :-1], self.quantile, dim=-1)
+        limit = torch.where(quantile.isnan(), math.inf, quantile)
+        return bounded(limit, self.max_norm), state
+
+    def accepts(self, state: Tensor) -> bool:
+        """Windows of norms."""
+        return are_windows(state)
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float | list[float], array[float]]:
+        """As `advance`."""
+        assert isinstance(self.max_norm, float)
+        if not host_loops.has_extension:
+            return AdaptiveRule.advance_on_host(self, state, norm)
+        norms = norm if isinstance(norm, list) else [norm]
+        numbers = self.quantile, self.window, self.max_norm
+        limits, state = host_loops.quantiles_after(state, norms, *numbers)
+        return limits if isinstance(norm, list) else limits[0], state
+
+
 @rule("ClipByQuantile(0.9)", _ARGUMENTS, ["AutoClip"])
-class ClipByQuantile(AdaptiveRule):
+class ClipByQuantile(_ByQuantile):
     """Clips by global norm to a quantile of the last norms before clipping.
 
     With the norm of all gradients together::
@@ -71,61 +107,16 @@ class ClipByQuantile(AdaptiveRule):
         Separation Networks <https://arxiv.org/abs/2007.14469>`_, 2020
     """
 
-    quantile: float = checked(as_fraction, default=0.9)
-    window: int = checked(partial(as_count, least=1), default=1000)
-    max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
     norm_type: float = checked(as_norm_type, default=2.0)
-
-    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
-
-    def start(self) -> Sequence[float]:
-        """An empty window, and the number of norms, 0."""
-        return (*[math.nan] * self.window, 0.0)
-
-    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantile of the window, this norm included."""
-        return _advance_quantile(self.quantile, self.max_norm, state, norm)
-
-    def accepts(self, state: Tensor) -> bool:
-        """A window of norms."""
-        return are_windows(state)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
         assert isinstance(self.max_norm, float)
         return "quantile", (self.quantile, 0.0, 0.0, self.max_norm)
 
-    def on_host(self, state: array[float]) -> array[float]:
-        """The window, and then its norms in ascending order."""
-        return state + array("d", sorted(norm for norm in state[:-1] if not math.isnan(norm)))
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float, array[float]]:
-        """As `advance`; the order of the window is kept, where `advance` sorts anew."""
-        assert isinstance(norm, float)
-        assert isinstance(self.max_norm, float)
-        first = self.window + 1
-        if 0 < norm < math.inf:
-            before, state = state, entered_on_host(state, norm, self.window)
-            if before[self.window] >= self.window:
-                oldest = before[int(before[self.window]) % self.window]
-                del state[bisect_left(state, oldest, first)]
-            insort(state, norm, first)
-        limit, last = math.inf, len(state) - 1
-        if last >= first:
-            # As torch.quantile interpolates.
-            rank = self.quantile * (last - first)
-            below, weight = first + int(rank), rank - int(rank)
-            low, high = state[below], state[min(below + 1, last)]
-            rise = high - low
-            limit = low + weight * rise if weight < 0.5 else high - rise * (1 - weight)
-        return min(limit, self.max_norm), state
-
 
 @rule("ClipByOwnQuantile(0.9)", {**_ARGUMENTS, "percentile percentile_clipping": "quantile=0.05"})
-class ClipByOwnQuantile(AdaptiveRule):
+class ClipByOwnQuantile(_ByQuantile):
     """Clips each gradient to a quantile of its own last norms before clipping.
 
     For each gradient g::
@@ -174,65 +165,18 @@ class ClipByOwnQuantile(AdaptiveRule):
         <https://arxiv.org/abs/2007.14469>`_, 2020, for one norm
     """
 
-    quantile: float = checked(as_fraction, default=0.9)
     window: int = checked(partial(as_count, least=1), default=100)
-    max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
 
-    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
-
-    def start(self) -> Sequence[float]:
-        """An empty window, and the number of norms, 0."""
-        return (*[math.nan] * self.window, 0.0)
-
-    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantile of each window, these norms included."""
-        return _advance_quantile(self.quantile, self.max_norm, state, norm)
-
-    def accepts(self, state: Tensor) -> bool:
-        """Windows of norms."""
-        return are_windows(state)
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        """As `advance`."""
-        assert isinstance(norm, list)
-        assert isinstance(self.max_norm, float)
-        if not host_loops.has_extension:
-            return AdaptiveRule.advance_on_host(self, state, norm)
-        return host_loops.quantiles_after(state, norm, self.quantile, self.window, self.max_norm)
-
-
-def _advance_quantile(
-    q: float, max_norm: float | Schedule, state: Tensor, norm: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The quantile of a window, or of each row, this norm included; the state after the norm."""
-    state = entered(state, norm, counts(norm))
-    quantile = torch.nanquantile(state[..., :-1], q, dim=-1)
-    limit = torch.where(quantile.isnan(), math.inf, quantile)
-    return bounded(limit, max_norm), state
 
 
 def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
-    """The state after one more norm, which takes the slot of the oldest, if it enters.
+    """The state after one more norm, which takes the slot of the oldest, where it `enters`.
 
-    Args:
-        state: float64[..., window + 1].
-        norm: float64[...], one for each row; so is `enters`, of bool.
-        enters: whether it does.
+    A row of float64[..., window + 1] has a norm of float64[...].
     """
     history, n = state[..., :-1], state[..., -1:]
     slot = torch.remainder(n, history.shape[-1]).long()
     after = torch.cat([history.scatter(-1, slot, norm[..., None]), n + 1], dim=-1)
     return torch.where(enters[..., None], after, state)
-
-
-def entered_on_host(state: array[float], norm: float, window: int) -> array[float]:
-    """A copy of the state with one more norm, one that counts."""
-    entered, n = state[:], state[window]
-    entered[int(n) % window] = norm
-    entered[window] = n + 1
-    return entered

@@ -310,7 +310,7 @@ class Adaptive(_Checked):
         They would compute the parent's limit.
         """
         super().__init_subclass__()
-        for name in ("in_kernel", "on_host", "advance_on_host", "accepts"):
+        for name in ("in_kernel", "advance_on_host", "accepts"):
             if _overrides(cls, "advance", name):
                 setattr(cls, name, getattr(Adaptive, name))
 
@@ -350,17 +350,13 @@ class Adaptive(_Checked):
         """
         return None
 
-    def on_host(self, state: array[float]) -> array[float]:
-        """The state as `advance_on_host` takes it: these numbers, then values derived from them."""
-        return state
-
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float | list[float], array[float]]:
         """As `advance`, in numbers of float64 on the host; by `advance` unless a rule has its own.
 
         Args:
-            state: row after row of numbers, then those that `on_host` adds; it must not change.
+            state: row after row of numbers; it must not change.
             norm: before clipping; a list for a rule that is per gradient.
         """
         norms = torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -53,18 +52,13 @@ class ClipState:
         capture.
     """
 
-    # Pickles of earlier versions have none of these.
-    _numbers: array[float] | None = None
-    _shape: tuple[int, ...] = ()
-    _known_rule: Any = None
-    # Values from elsewhere, which no rule has seen.
-    _is_loaded = False
-
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # On a device the values are a tensor. Where the host decides, numbers take its place, and
-        # begin with the values, of this shape. No step changes numbers: copies may share them.
-        self._values: Tensor | None = None
+        # A row, or one for each parameter. No step changes numbers: copies may share them.
+        self._values: Values | None = None
+        self._shape: tuple[int, ...] = ()
+        # Values from elsewhere, which no rule has seen; and the rule that has seen them.
+        self._is_loaded, self._known_rule = False, None
         # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
         self._list: list[Tensor] = []
@@ -111,17 +105,10 @@ class ClipState:
     @outside_inference
     def _as_tensor(self) -> Tensor | None:
         """The values; where the host decides, a copy."""
-        if self._numbers is None:
-            return self._values
-        values = self._numbers[: math.prod(self._shape)]
-        return torch.frombuffer(values, dtype=torch.float64).view(self._shape)
-
-    @property
-    def _form(self) -> tuple[int, ...]:
-        """The shape of the values; () for none."""
-        if self._numbers is not None:
-            return self._shape
-        return () if self._values is None else tuple(self._values.shape)
+        values = self._values
+        if isinstance(values, array):
+            values = torch.frombuffer(values[:], dtype=torch.float64).view(self._shape)
+        return values
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -161,7 +148,8 @@ class ClipState:
         if values is not None:
             values = copied(values.detach(), memory_format=torch.contiguous_format)
         self._values, self._is_loaded = values, values is not None
-        self._numbers = self._known_rule = None
+        self._shape = () if values is None else tuple(values.shape)
+        self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
 
@@ -178,14 +166,15 @@ class ClipState:
         rule_name = kind_of(rule)
         if not rule_name or not self._kind:
             return True
-        shape = self._form
+        shape = self._shape
         n_dims = 1 + getattr(rule, "per_gradient", False)
         if rule_name != self._kind or (
             shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
         ):
             return False
-        if self._is_loaded and self._values is not None and not self._values.is_meta:
-            values = self._values.to("cpu", torch.float64)
+        values = self._as_tensor() if self._is_loaded else None
+        if values is not None and not values.is_meta:
+            values = values.to("cpu", torch.float64)
             if not rule.accepts(values):
                 raise ValueError(
                     f"the loaded state has values that {rule} never leaves, got {values!s:.200}; "
@@ -200,10 +189,7 @@ class ClipState:
     ) -> tuple[float | list[float] | Tensor, Values]:
         """The limit for the measured norms, and the values after them, for `commit`.
 
-        Args:
-            rule: an adaptive one.
-            measured: the norms.
-            numbering: the rows of the parameters, as they are now; None for all in order.
+        `numbering` has the rows of the parameters, as they are now; None for all in order.
         """
         rows, n, grows = None, None, numbering is not None
         if getattr(rule, "per_gradient", False):
@@ -212,8 +198,8 @@ class ClipState:
             self._n_parameters = measured.positions()[1]
         norm = measured.numbers()
         if norm is not None:
-            numbers = self._numbers
-            if numbers is None or (n is not None and n != self._shape[0]):
+            numbers = self._values
+            if not isinstance(numbers, array) or (n is not None and n != self._shape[0]):
                 numbers = self._numbers_for(rule, n, grows=grows)
             if rows is None:
                 result: tuple[Any, Values] = rule.advance_on_host(numbers, norm)
@@ -226,14 +212,11 @@ class ClipState:
         return measured.advance(rule, values, index)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
-        """Checks that a list is the one that the state knows.
+        """ValueError for a list that is not the one that the state knows.
 
         Args:
             parameters: the first of the list; all for a rule that remembers the norm of each.
             n: the number of parameters; None for a rule that needs no norms.
-
-        Raises:
-            ValueError: another parameter, or another number of them.
         """
         if self._list and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
             for position, (expected, parameter) in enumerate(
@@ -241,7 +224,7 @@ class ClipState:
             ):
                 if expected is not parameter:
                     raise _other_parameter(position, expected, parameter)
-        shape = self._form
+        shape = self._shape
         n_known = shape[0] if len(shape) == 2 else self._n_parameters
         if n is not None and n_known not in (None, n):
             raise _other_list(n_known, n)
@@ -263,29 +246,22 @@ class ClipState:
         values = self._as_tensor()
         if values is not None and (values.device, values.dtype) != (device, dtype):
             values = outside_inference(values.to)(device, dtype)
-        self._values, self._numbers = values, None
         n_new = self._count_new(rule, n, grows=grows)
         if values is None or n_new:
-            values = self._values = _grown(
-                values, rule, device, dtype, None if n is None else n_new
-            )
+            values = _grown(values, rule, device, dtype, None if n is None else n_new)
+        self._values, self._shape = values, tuple(values.shape)
         return values
 
     def _numbers_for(self, rule: Any, n: int | None, *, grows: bool) -> array[float]:
         """As `_values_for`, where the host decides."""
-        numbers, values = self._numbers, self._values
-        if numbers is None and values is not None:
-            numbers = rule.on_host(array("d", values.flatten().tolist()))
-            self._shape, self._numbers = tuple(values.shape), numbers
-            self._values = None
+        values = self._values
+        numbers = array("d", values.flatten().tolist()) if isinstance(values, Tensor) else values
         n_new = self._count_new(rule, n, grows=grows)
         if numbers is None or n_new:
             row = array("d", rule.start())
-            if n is None:
-                numbers, self._shape = rule.on_host(row), (len(row),)
-            else:
-                numbers, self._shape = (numbers or array("d")) + row * n_new, (n, len(row))
-            self._numbers = numbers
+            numbers = row if n is None else (numbers or array("d")) + row * n_new
+            self._shape = (len(row),) if n is None else (n, len(row))
+        self._values = numbers
         return numbers
 
     def _count_new(self, rule: Any, n: int | None, *, grows: bool) -> int:
@@ -294,7 +270,7 @@ class ClipState:
         Raises:
             ValueError: another number of parameters than that of the rows, unless it may grow.
         """
-        shape = self._form
+        shape = self._shape
         if n is None:
             n_new = 0
         else:
@@ -319,14 +295,14 @@ class ClipState:
         self._steps += 1
         if values is None or left_out is True:
             return
-        if not isinstance(values, Tensor):
-            if self._numbers is not None and not left_out:
-                self._numbers = values
-        elif self._values is not None:
+        before = self._values
+        if isinstance(values, array) and isinstance(before, array):
+            self._values = before if left_out else values
+        elif isinstance(values, Tensor) and isinstance(before, Tensor):
             if isinstance(left_out, Tensor):
-                values = torch.where(left_out.to(values.device), self._values, values)
+                values = torch.where(left_out.to(values.device), before, values)
             # In place, for CUDA graphs.
-            self._values.copy_(values)
+            before.copy_(values)
 
     def __repr__(self) -> str:
         calls = "1 call" if self._steps == 1 else f"{self._steps} calls"
@@ -368,12 +344,7 @@ def _is_state(state: object) -> bool:
 
 
 def follow(rule: Rule, state: object) -> BoundRule:
-    """The rule bound to the user's `state` for the next call.
-
-    Raises:
-        TypeError: no ClipState.
-        ValueError: the state of another rule.
-    """
+    """The rule bound to the user's `state` for the next call; raises where it does not fit."""
     if not isinstance(state, ClipState):
         raise TypeError(
             f"state must be a ClipState, got {type(state).__name__}; make state = "
@@ -497,14 +468,7 @@ class BoundRule(Rule):
         return repr(self.rule)
 
     def check_list(self, parameters: Sequence[Tensor]) -> None:
-        """Checks the list of the call before it is measured.
-
-        Args:
-            parameters: all, with and without a gradient.
-
-        Raises:
-            ValueError: another list than that of the state.
-        """
+        """ValueError for another list of parameters, with and without a gradient, than before."""
         adaptive = isinstance(self.rule, Adaptive)
         self._list = parameters if adaptive and self.per_gradient else parameters[:1]
         if parameters:
@@ -518,11 +482,7 @@ class BoundRule(Rule):
         return moved
 
     def commit(self, left_out: bool | Tensor = False) -> None:
-        """Makes the state remember this call; a call that was left out is only counted.
-
-        Args:
-            left_out: whether the call was left out; a 0-d bool may be on any device.
-        """
+        """Makes the state remember this call; one that was left out is only counted."""
         if self._list:
             self._state.begin_with(self._list)
         self._state.commit(self._values, left_out)
