@@ -103,11 +103,13 @@ def trainers(session: nox.Session) -> None:
     """Train by packages that are no extra, under `patch_torch` and without."""
     install(session)
     session.install("-c", "constraints.txt", "--no-build-isolation", "-e", ".[integrations]")
-    # Without their dependencies, which ask for versions that exclude each other.
+    # Without their dependencies, which ask for versions that exclude each other. torchvision loads
+    # beside the torch of its own version and build alone.
     needed = (
         "antlr4-python3-runtime==4.9.3 blobfile cloudpickle datasets dill docstring-parser "
         "farama-notifications gymnasium kagglehub multiprocess omegaconf pandas pyarrow "
-        "sentencepiece shtab spmd-types tiktoken torchao==0.13.0 torchdata torchvision tyro xxhash"
+        "sentencepiece shtab spmd-types tiktoken torchao==0.13.0 torchdata torchvision==0.28.0 "
+        "tyro xxhash"
     )
     packages = (
         "stable-baselines3==2.9.2 timm==1.0.31 torchtitan==0.3.0 torchtune==0.6.1 trl==1.16.0"
