@@ -33,7 +33,7 @@ from helpers.transformer import Transformer, loss_of, parallelize, shard, tokens
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, FlatGradients
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
-STEPS = 15
+STEPS = 10
 
 
 def _fsdp() -> tuple[nn.Module, int, int]:
@@ -111,18 +111,6 @@ def _check_order(model: nn.Module, p: float, n: int) -> None:
     assert_norm(again, reference.norms([whole(grad) for grad in grads], p))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@in_processes(2)
-def test_clip_model_in_two(layout: str) -> None:
-    make, _ = LAYOUTS[layout]
-    model, part, of = make()
-    _backward(model, 0, part, of)
-    expected = reference.total_norm([whole(grad) for grad in grads_of(model.parameters())])
-    assert_norm(tritonclip.clip_(model, 0.1), expected)
-    after = reference.total_norm([whole(grad) for grad in grads_of(model.parameters())])
-    assert after == pytest.approx(0.1, rel=1e-4)
-
-
 def _weights(model: nn.Module) -> list[torch.Tensor]:
     return [whole(one.detach()) for one in model.parameters()]
 
@@ -149,7 +137,7 @@ def test_training_equals_one_process(layout: str) -> None:
         n_clipped += int(norms[0] > 0.1)
     assert n_clipped > STEPS / 2
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
-        # float64: a step's rounding, 2**-53, grows in 15 steps, by much less than 1e6.
+        # float64: a step's rounding, 2**-53, grows in 10 steps, by much less than 1e6.
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 

@@ -45,6 +45,7 @@ def _train(
     return [p.detach() for p in model.parameters()], optimizer.stats.summary()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error", "async_error"])
 @pytest.mark.parametrize(
     "clip",

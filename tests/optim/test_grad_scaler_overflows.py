@@ -152,6 +152,7 @@ def steps_called(
     return log
 
 
+@pytest.mark.covering(2)
 @UNSCALED_BEFORE
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", INNERS)

@@ -26,6 +26,8 @@ def test_quickstart_learns_where_it_clips(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(QUICKSTART, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
+    (train,) = (cell for cell in notebook.cells if "steps=300" in cell.source)
+    train.source = train.source.replace("steps=300", "steps=120")
 
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=120, resources=resources).execute()
@@ -33,7 +35,7 @@ def test_quickstart_learns_where_it_clips(tmp_path: Path, monkeypatch: pytest.Mo
     cells = {cell.id: cell for cell in notebook.cells}
     (without,) = _shares(cells["without"])
     at_suggestion, _, at_one, clipped_at_one = _shares(cells["clipped"])
-    # As the tutorial's: 34% without clipping, 87% at 1.0; other seeds 10 to 40% and 87%.
+    # 21% without clipping, 79% at 1.0; after 300 steps 34% and 87%.
     assert at_one > without + 20
     assert clipped_at_one > 80
     assert 0 <= at_suggestion <= 100
