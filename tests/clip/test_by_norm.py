@@ -11,7 +11,6 @@ from helpers.cases import (
     CHUNK,
     FLOATS,
     LARGE,
-    MANY,
     NORM_TYPES,
     SIZES,
     assert_bits,
@@ -28,24 +27,12 @@ from tritonclip import ClipByNorm
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_clip_by_norm_returns_one_norm_a_gradient_in_order(device, dtype):
-    grads = of_sizes(SIZES, dtype, device)
-    expected = reference.norms(grads)
-    assert_norm(tritonclip.clip_(parameters(grads), ClipByNorm(1.0)), expected)
-
-
-@pytest.mark.parametrize("p", NORM_TYPES)
-def test_clip_by_norm_measures_every_norm_type(device, p):
-    grads = of_sizes((1, 33, 4097), torch.float32, device)
-    expected = reference.norms(grads, p)
-    assert_norm(tritonclip.clip_(parameters(grads), ClipByNorm(1.0, norm_type=p)), expected)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 1.0], ids="eps={:g}".format)
 def test_clip_by_norm_scales_by_the_stated_formula(device, dtype, eps):
     grads = of_sizes(SIZES, dtype, device)
-    _, expected = clipped(grads, ClipByNorm(0.75, eps=eps))
+    truth = reference.norms(grads)
+    norms, expected = clipped(grads, ClipByNorm(0.75, eps=eps))
+    assert_norm(norms, truth)
     assert_bits(grads, expected)
 
 
@@ -55,36 +42,13 @@ def test_clip_by_norm_scales_across_chunks(device):
     assert_bits(grads, expected)
 
 
-def test_clip_by_norm_of_many_tensors(device):
-    grads = [normal(1 + seed % 40, device=device, seed=seed) for seed in range(MANY)]
-    truth = reference.norms(grads)
-    norms, expected = clipped(grads, ClipByNorm(4.0))
+@pytest.mark.parametrize("p", NORM_TYPES)
+def test_clip_by_norm_measures_and_scales_by_any_norm_type(device, p):
+    grads = of_sizes((1, 33, 4097), torch.float32, device)
+    truth = reference.norms(grads, p)
+    norms, expected = clipped(grads, ClipByNorm(1e-5, norm_type=p))
     assert_norm(norms, truth)
     assert_bits(grads, expected)
-
-
-@pytest.mark.parametrize("p", [0.0, 1.0, 3.0, torch.inf, -torch.inf])
-def test_clip_by_norm_scales_by_any_norm_type(device, p):
-    grads = of_sizes((2, 33, 4097), torch.float32, device)
-    _, expected = clipped(grads, ClipByNorm(1e-5, norm_type=p))
-    assert_bits(grads, expected)
-
-
-def test_clip_by_norm_changes_only_gradients_over_the_limit(device):
-    small = torch.tensor([0.3, -0.0, 0.4], device=device)
-    large = torch.tensor([3.0, -0.0, 4.0], device=device)
-    before = bits(small)
-    norms = tritonclip.clip_(parameters([small, large]), ClipByNorm(1.0))
-    assert_norm(norms, [0.5, 5.0])
-    assert torch.equal(bits(small), before)
-    torch.testing.assert_close(large.cpu(), torch.tensor([0.6, 0.0, 0.8]))
-
-
-def test_clip_by_norm_is_not_by_global_norm(device):
-    """Both are within the limit alone, and not together."""
-    grads = [torch.tensor([0.9], device=device), torch.tensor([0.9], device=device)]
-    tritonclip.clip_(parameters(grads), ClipByNorm(1.0))
-    assert [grad.item() for grad in grads] == [torch.tensor(0.9).item()] * 2
 
 
 @pytest.mark.parametrize(

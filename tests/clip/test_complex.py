@@ -65,15 +65,6 @@ def test_complex_norm_neither_overflows_nor_underflows(device, magnitude, p):
     assert_norm(norm, reference.norm(grad, p))
 
 
-def test_complex_and_real_gradients_share_one_coefficient(device):
-    dtypes = (torch.float32, torch.complex64, torch.bfloat16)
-    grads = [normal(9, dtype, device) for dtype in dtypes]
-    total = reference.total_norm(grads)
-    norm, expected = clipped(grads, ClipByGlobalNorm(0.5))
-    assert_norm(norm, total)
-    assert_bits(grads, expected)
-
-
 @pytest.mark.parametrize("part", ["real", "imag"])
 def test_complex_gradient_with_nan_is_zeroed(device, part):
     grad = normal(9, torch.complex64, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -76,26 +74,3 @@ def test_norms_of_earlier_calls_stay(device):
     tritonclip.clip_(parameters(other), ClipByNorm(1.0))
     assert torch.equal(bits(norm), kept[0])
     assert torch.equal(bits(norms), kept[1])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter is not safe in threads")
-def test_clip_in_threads_is_clip_alone(backend):
-    """Each thread has gradients of its own; the tables of one are not those of another."""
-
-    def work(seed):
-        with tritonclip.use_backend(backend.name):
-            found = []
-            for step in range(20):
-                grads = [
-                    normal(size, device=backend.device, seed=seed + step)
-                    for size in (30 + seed, 5000)
-                ]
-                found.append(tritonclip.clip_(parameters(grads), 0.5).cpu())
-                found.extend(grad.cpu() for grad in grads)
-            return found
-
-    alone = [work(seed) for seed in range(3)]
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        together = list(pool.map(work, range(3)))
-    for ours, expected in zip(together, alone, strict=True):
-        assert_bits(ours, expected)

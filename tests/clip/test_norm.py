@@ -15,7 +15,6 @@ from helpers.cases import (
     HALVES,
     INTERPRETED,
     LARGE,
-    MANY,
     NORM_TYPES,
     SIZES,
     assert_bits,
@@ -93,17 +92,6 @@ def test_norm_of_zeros_is_zero(device, p):
     assert measured(grads, p).item() == 0.0
 
 
-def test_norm_type_zero_counts_elements(device):
-    grads = [torch.tensor([3.0, 0.0, -4.0], device=device), torch.tensor(1e-30, device=device)]
-    assert measured(grads, 0.0).item() == 3.0
-
-
-@pytest.mark.parametrize("p", [torch.inf, -torch.inf])
-def test_norm_of_extreme_element_ignores_empty_gradients(device, p):
-    grads = [torch.zeros(0, device=device), torch.tensor([2.0, -3.0], device=device)]
-    assert measured(grads, p).item() == (3.0 if p > 0 else 2.0)
-
-
 EXTREMES = [
     (torch.float32, 1e30),
     (torch.float32, 1e-30),
@@ -150,19 +138,9 @@ def test_norm_of_few_small_among_zeros(device):
     assert_norm(measured([grad]), reference.norm(grad))
 
 
-def test_norm_whose_power_overflows_float32(device):
-    """The 20th powers are 1e60 each; torch's norm is inf."""
-    assert_norm(measured([torch.full((2,), 1e3, device=device)], 20.0), 1e3 * 2 ** (1 / 20))
-
-
 def test_norm_of_float64_whose_root_is_large(device):
     ones = torch.ones(10_000, dtype=torch.float64, device=device)
     assert_norm(measured([ones], 0.1), 1e40)
-
-
-def test_norm_over_half_precision_maximum_is_finite(device):
-    grads = [torch.full((9,), 6e4, dtype=torch.float16, device=device) for _ in range(2)]
-    assert_norm(measured(grads), 6e4 * 18**0.5)
 
 
 @pytest.mark.covering(2)
@@ -203,11 +181,6 @@ def test_norm_of_twenty_million_constants(device, dtype, value):
     assert_norm(measured([grad]), grad[0].double().item() * 20_000_000**0.5)
 
 
-def test_norm_of_many_tensors(device):
-    grads = [normal(1 + seed % 40, device=device, seed=seed) for seed in range(MANY)]
-    assert_norm(measured(grads), reference.total_norm(grads))
-
-
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
@@ -233,21 +206,6 @@ def test_norm_dtype_is_never_half(device, dtypes, expected):
 def test_norm_of_nan_is_nan(device, p):
     grads = [normal(CHUNK + 1, device=device), torch.tensor([1.0, torch.nan, 2.0], device=device)]
     assert measured(grads, p).isnan()
-
-
-def test_norm_of_inf_is_inf(device):
-    grads = [torch.tensor([1.0, -torch.inf], device=device), torch.ones(2, device=device)]
-    assert measured(grads).item() == torch.inf
-
-
-def test_norm_over_the_maximum_of_its_dtype_is_inf(device):
-    assert measured([torch.full((4,), 3e38, device=device)]).item() == torch.inf
-
-
-def test_norm_is_of_the_gradients_before_clipping(device):
-    one = parameter(torch.tensor([3.0, 4.0], device=device))
-    assert_norm(tritonclip.clip_([one], 1.0), 5.0)
-    assert_norm(tritonclip.clip_([one], 1.0), 1.0 / (1 + 1e-6 / 5))
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)

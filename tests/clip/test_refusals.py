@@ -21,24 +21,19 @@ class Labelled(torch.Tensor):
 
 
 # The gradient that is refused, and the error with a word that its message says.
-REFUSED = {
-    "int64": (lambda: torch.ones(3, dtype=torch.int64), TypeError, "int64"),
-    "uint8": (lambda: torch.ones(3, dtype=torch.uint8), TypeError, "uint8"),
-    "bool": (lambda: torch.ones(3, dtype=torch.bool), TypeError, "bool"),
-    "expanded": (lambda: torch.ones(1).expand(3), ValueError, "expanded|overlap"),
-    "expanded-rows": (lambda: torch.ones(4).expand(3, 4), ValueError, "expanded|overlap"),
-    "overlapping": (
-        lambda: torch.ones(9).as_strided((3, 3), (1, 1)),
-        ValueError,
-        "expanded|overlap",
-    ),
-    "overlapping-once": (
-        lambda: torch.ones(13).as_strided((3, 4), (3, 2)),
-        ValueError,
-        "expanded|overlap",
-    ),
-    "subclass": (lambda: torch.ones(3).as_subclass(Labelled), TypeError, "Labelled"),
+REFUSED: dict[str, Any] = {
+    "int64": (lambda d: torch.ones(3, dtype=torch.int64, device=d), TypeError, "int64"),
+    "uint8": (lambda d: torch.ones(3, dtype=torch.uint8, device=d), TypeError, "uint8"),
+    "bool": (lambda d: torch.ones(3, dtype=torch.bool, device=d), TypeError, "bool"),
+    "subclass": (lambda d: torch.ones(3, device=d).as_subclass(Labelled), TypeError, "Labelled"),
 }
+OVERLAPPING = {
+    "expanded": lambda d: torch.ones(1, device=d).expand(3),
+    "expanded-rows": lambda d: torch.ones(4, device=d).expand(3, 4),
+    "overlapping": lambda d: torch.ones(9, device=d).as_strided((3, 3), (1, 1)),
+    "overlapping-once": lambda d: torch.ones(13, device=d).as_strided((3, 4), (3, 2)),
+}
+REFUSED |= {name: (make, ValueError, "expanded|overlap") for name, make in OVERLAPPING.items()}
 
 
 @pytest.mark.covering(2)
@@ -46,15 +41,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_clip_refuses_before_anything_is_written(device, case, rule):
     make, error, word = REFUSED[case]
-    grads = [normal(5, device=device), make().to(device), normal(7, device=device)]
-    if case == "expanded":
-        grads[1] = torch.ones(1, device=device).expand(3)
-    elif case == "expanded-rows":
-        grads[1] = torch.ones(4, device=device).expand(3, 4)
-    elif case == "overlapping":
-        grads[1] = torch.ones(9, device=device).as_strided((3, 3), (1, 1))
-    elif case == "overlapping-once":
-        grads[1] = torch.ones(13, device=device).as_strided((3, 4), (3, 2))
+    grads = [normal(5, device=device), make(device), normal(7, device=device)]
     before = [bits(grad) for grad in (grads[0], grads[2])]
     versions = [grad._version for grad in grads]
     with pytest.raises(error, match=word):
@@ -166,6 +153,7 @@ NO_MEMORY = {
 }
 
 
+@pytest.mark.covering(2)
 @NEEDS_FORK
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", NO_MEMORY)
@@ -186,6 +174,7 @@ def test_clip_refuses_gradients_without_memory(case, n_before, rule):
     run_in_fork(work)
 
 
+@pytest.mark.covering(2)
 @NEEDS_FORK
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", NO_MEMORY)
