@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -106,15 +107,32 @@ def test_float8_has_a_derivative():
     assert grad_of(x).tolist() == [0.0, 0.0, 1.0]
 
 
-def test_float8_is_clamped():
-    x = torch.tensor([3.0, -4.0, 0.5]).to(torch.float8_e4m3fn)
-    y = functional.clip_by_value(x, -2.0, 2.0)
-    assert y.dtype == x.dtype
-    assert y.float().tolist() == [2.0, -2.0, 0.5]
+DTYPES = [torch.float16, torch.float32, torch.float64, torch.bfloat16]
+DTYPES += [torch.int16, torch.int32, torch.int64, torch.uint8]
 
 
-def test_derivative_is_one_inside_and_zero_outside():
-    x = torch.tensor([-2.0, 0.0, 2.0, 1.0], requires_grad=True)
-    functional.clip_by_value(x, -1.0, 1.0).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.0, 1.0, 0.0, 0.5]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tensors", ["neither", "min", "max", "both"])
+def test_bounds_may_be_numbers_and_tensors_in_every_dtype(dtype, tensors):
+    x = torch.arange(1, 7, dtype=dtype).reshape(2, 3)
+    low = torch.tensor([[2, 2, 2], [3, 3, 3]], dtype=dtype)
+    high = torch.full((2, 3), 5, dtype=dtype)
+    bounds: Any = {"neither": (2, 5), "min": (low, 5), "max": (2, high), "both": (low, high)}
+    y = functional.clip_by_value(x, *bounds[tensors])
+    assert y.dtype == dtype
+    assert y.tolist() == [[2, 2, 3], [4, 5, 5]]
+
+
+def test_an_empty_tensor_stays_empty():
+    empty, least = torch.zeros(7, 0), torch.tensor(1.0)
+    for low, high in ((empty, empty), (1.0, 1.0), (empty, least), (least, empty)):
+        assert functional.clip_by_value(empty, low, high).shape == (7, 0)
+
+
+def test_a_hook_bounds_the_gradient_of_an_activation():
+    """It clips what flows on into the layers below, as Paddle's ErrorClipByValue."""
+    x = torch.tensor([1.0, -2.0, 0.1], requires_grad=True)
+    hidden = x * 2
+    hidden.register_hook(lambda gradient: functional.clip_by_value(gradient, -0.5, 0.5))
+    (hidden * torch.tensor([3.0, -3.0, 0.25])).sum().backward()
+    assert grad_of(x).tolist() == [1.0, -1.0, 0.5]
