@@ -1,4 +1,4 @@
-"""Clipping by unit on meshes: rows are whole, vectors are not, and every process agrees."""
+"""Clipping by unit and by singular value on meshes: rows are whole, and every process agrees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -29,7 +36,7 @@ from helpers.spread import (
     whole,
 )
 from helpers.units import assert_clipped, expected
-from tritonclip import ClipByUnitNorm, ClippedOptimizer
+from tritonclip import ClipBySpectralNorm, ClipByUnitNorm, ClippedOptimizer
 
 RULE = ClipByUnitNorm(0.05)
 
@@ -227,3 +234,44 @@ def test_rule_that_excludes_no_parameter_of_one_process_raises_everywhere(call: 
         "step": optimizer.step,
     }
     check_raises(calls[call], ValueError, "none of which is among", [one.grad for one in plain])
+
+
+SPECTRAL = ClipBySpectralNorm(0.01)
+
+
+@pytest.mark.parametrize("call", ["clip", "step", "group"])
+@in_processes(2)
+def test_clip_by_spectral_norm_refuses_shards(call: str) -> None:
+    model: Any = sharded_network(sharded=True)
+    plain = nn.Parameter(torch.ones(3, 3))
+    plain.grad = torch.ones(3, 3)
+    loss_of(model, 0, sharded=True).backward()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    # A rule for plain parameters alone, of an optimizer with shards.
+    groups = [{"params": model.parameters()}, {"params": [plain], "clip": SPECTRAL}]
+    optimizers = {
+        "step": ClippedOptimizer(sgd, SPECTRAL),
+        "group": ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0),
+    }
+    calls: dict[str, Callable[[], object]] = {
+        "clip": lambda: tritonclip.clip_(model, SPECTRAL),
+        **{name: optimizer.step for name, optimizer in optimizers.items()},
+    }
+    before = [local(one.grad).clone() for one in model.parameters()]
+    with pytest.raises(TypeError, match=r"takes whole matrices.*full_tensor"):
+        calls[call]()
+    for one, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(local(one.grad), grad)
+    assert torch.equal(plain.grad, torch.ones(3, 3))
+
+
+@in_processes(2)
+def test_clip_by_spectral_norm_refuses_replicas_and_pieces() -> None:
+    one = nn.Parameter(DTensor.from_local(torch.ones(3, 3), mesh_of(-1), [Replicate()]))
+    one.grad = one.detach().clone()
+    with pytest.raises(TypeError, match="takes whole matrices"):
+        tritonclip.clip_([one], SPECTRAL)
+    piece = nn.Parameter(torch.ones(3, 3))
+    piece.grad = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="which tensors of its processes are pieces"):
+        tritonclip.clip_([piece], SPECTRAL, process_group=dist.group.WORLD)

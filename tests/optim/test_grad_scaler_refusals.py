@@ -1,4 +1,4 @@
-"""Calls of a GradScaler that are refused for a wrapper, and closures."""
+"""Calls of a GradScaler that are refused for a wrapper, closures, and steps after an error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from torch.optim import SGD
 
 import tritonclip
 from helpers.cases import assert_bits, copies, grad_of
-from helpers.loss_scale import backward, grads_at, weight_under
+from helpers.loss_scale import (
+    SCALE,
+    assert_same_run,
+    backward,
+    grads_at,
+    hand_step,
+    scaled_step,
+    weight_under,
+)
 from helpers.training import PLAIN_AND_FUSED, SCALERS, new_params, wrapped
-from tritonclip import ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
+from tritonclip.optim.clip_groups import ClipGroup
 
 
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)
@@ -145,3 +154,157 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     assert loss is not None
     assert float(torch.as_tensor(loss).detach()) == 7
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
+@pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_scaler_is_right_after_a_step_that_raised(scaler_type, mode, again):
+    """What a scaler leaves at the optimizer for one step must not scale or skip the next one."""
+    params, twins = new_params(), new_params()
+    optimizer = ClippedOptimizer(SGD(params, lr=0.1, **mode), 1.0)
+    scaler = scaler_type("cpu", init_scale=SCALE)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    backward(scaler, params, grads_at(1))
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.update()
+    following = scaler if again else torch.amp.GradScaler("cpu", enabled=False)
+    scaled_step(following, optimizer, params, grads_at(2))
+    hand_step(SGD(twins, lr=0.1), twins, grads_at(2), ClipByGlobalNorm(1.0))
+    assert_same_run(params, twins)
+
+
+def interrupt_a_step(scaler, optimizer):
+    """Begins a step that ends before the parameters are updated."""
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    interrupt_a_step(scaler, optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_gradients_that_torchs_scaler_divides_again_are_refused():
+    """It does not ask before; the wrapper knows that it divided them itself."""
+    weight, optimizer, scaler = weight_under(torch.amp.GradScaler, fused=True)
+    interrupt_a_step(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_ .* divided them again.* zero_grad and"):
+        scaler.step(optimizer)
+    assert not weight.any()
+    optimizer.zero_grad()
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscale_after_a_step_that_raised_is_refused(fused):
+    """The step has divided and clipped, and another one goes on."""
+    weight, optimizer, scaler = weight_under(tritonclip.GradScaler, fused=fused)
+    interrupt_a_step(scaler, optimizer)
+    # A scaler that has unscaled refuses by itself until then.
+    scaler.update()
+    before = grad_of(weight).clone()
+    with pytest.raises(RuntimeError, match=r"divided .* another step"):
+        scaler.unscale_(optimizer)
+    assert torch.equal(grad_of(weight), before)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
+def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type, flat):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=True)
+    optimizer.flat = FlatGradients([weight]) if flat else None
+
+    interrupt_a_step(scaler, optimizer)
+    weight.grad = None if not flat else grad_of(weight).zero_()
+    scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(grad_of(weight), torch.tensor([30.0, 40.0]))
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def interrupted_under_a_scale(optimizer, scale, *, clipped):
+    """Begins a step under a loss scale that ends before or after it clips."""
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    where = optimizer.optimizer if clipped else optimizer
+    handle = where.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(grad_scale=scale)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_under_a_loss_scale_can_be_repeated(fused, clipped):
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=fused)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=clipped)
+    optimizer.step(grad_scale=torch.tensor(1024.0))
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+    assert optimizer.stats.last_norm == 5.0
+
+
+def test_step_under_another_loss_scale_is_refused_for_gradients_that_were_divided():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=True)
+    left = grad_of(weight).clone()
+    with pytest.raises(RuntimeError, match=r"scale 1024, got grad_scale=512; .* call zero_grad"):
+        optimizer.step(grad_scale=512.0)
+    assert torch.equal(grad_of(weight), left)
+    assert not weight.any()
+    optimizer.step(grad_scale=1024.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_step_under_another_loss_scale_divides_gradients_that_were_not():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=False)
+    optimizer.step(grad_scale=8192.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.375, -0.5]))
+
+
+def test_refused_loss_scale_leaves_a_step_that_was_interrupted_within_to_be_refused(monkeypatch):
+    """The first of two parameter groups was clipped, and must not be clipped again."""
+    params = new_params()
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": 0.5}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 0.5)
+    for param, grad in zip(params, grads_at(1), strict=True):
+        param.grad = grad
+    write = ClipGroup.clip_
+
+    def write_and_fail(*args, **kwargs):
+        write(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClipGroup, "clip_", write_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(TypeError, match="grad_scale must be a number"):
+        optimizer.step(grad_scale="8")
+    with pytest.raises(RuntimeError, match="call zero_grad and backward"):
+        optimizer.step()

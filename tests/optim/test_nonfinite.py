@@ -1,4 +1,7 @@
-"""What a wrapper does at a step that is not finite: propagate, error, zero, skip."""
+"""What a wrapper does at a step that is not finite: propagate, error, zero, skip.
+
+Also where a closure has a loss that is not finite, and which steps wait for a device to know.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.cases import assert_bits, copies, grad_of, no_sync, normal
 from helpers.training import (
     INNERS,
     PLAIN_AND_FUSED,
@@ -251,3 +254,222 @@ def test_other_policies_leave_alone_what_is_not_clipped(how, policy):
     optimizer.step()
     assert_bits([grad_of(params[2])], [grads[2]])
     assert torch.isfinite(params[0]).all()
+
+
+def closure_for(params: list[Tensor], bad: set[int]) -> tuple[Callable[[], Tensor], list[float]]:
+    """A closure of a sum of fourth powers, and the losses it gave; NaN at the calls in `bad`."""
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        for param in params:
+            param.grad = None
+        loss = torch.stack([((param - 1) ** 4).sum() for param in params]).sum()
+        if len(losses) in bad:
+            loss = loss * math.nan
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return loss
+
+    return closure, losses
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*INNERS, pytest.param(lambda params: LBFGS(params, max_iter=3), id="LBFGS")],
+)
+def test_skip_of_a_first_evaluation_leaves_everything_as_it_was(make):
+    params, optimizer = wrapped(make, 1.0, nonfinite="skip")
+    closure, losses = closure_for(params, set())
+    optimizer.step(closure)
+    before, state, calls = copies(params), state_of(optimizer, params), len(losses)
+    closure, losses = closure_for(params, {0})
+    assert optimizer.step(closure).isnan()
+    assert calls >= 1
+    assert len(losses) == 1
+    assert_bits(params, before)
+    assert_bits(state_of(optimizer, params), state)
+    assert int(optimizer.stats.steps) == 1
+    assert int(optimizer.stats.skipped_steps) == 1
+
+
+def test_error_at_a_first_evaluation_changes_nothing():
+    params, optimizer = wrapped(AdamW, 1.0, nonfinite="error")
+    closure, _ = closure_for(params, {0})
+    before = copies(params)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[0\]"):
+        optimizer.step(closure)
+    assert_bits(params, before)
+    assert not state_of(optimizer, params)
+    assert int(optimizer.stats.steps) == 0
+
+
+def lbfgs(params: list[Tensor], search: str | None, policy: str) -> ClippedOptimizer:
+    inner = LBFGS(params, lr=0.1, max_iter=4, history_size=3, line_search_fn=search)
+    return ClippedOptimizer(inner, ClipByGlobalNorm(5.0), nonfinite=policy)  # type: ignore[arg-type]
+
+
+def everything(optimizer: ClippedOptimizer, params: list[Tensor]) -> list[Any]:
+    """Parameters and LBFGS's state, its lists and counts included, for a comparison by bits."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        # Through float64, which tells -0.0 from 0.0 in repr and holds float32 exactly.
+        return repr(value.detach().double().tolist()) if isinstance(value, Tensor) else value
+
+    state = optimizer.state.get(params[0], {})
+    return [plain(list(params)), {key: plain(value) for key, value in state.items()}]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("policy", ["skip", "error"])
+def test_lbfgs_undoes_a_step_whose_later_evaluation_is_not_finite(policy, search, bad, first):
+    params = new_params()
+    optimizer = lbfgs(params, search, policy)
+    if not first:
+        for _ in range(2):
+            optimizer.step(closure_for(params, set())[0])
+    before = everything(optimizer, params)
+    stats = optimizer.stats.state_dict()
+    closure, losses = closure_for(params, {bad})
+    if policy == "error":
+        with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[0\]"):
+            optimizer.step(closure)
+    else:
+        optimizer.step(closure)
+        stats["skipped_steps"] += 1
+        stats["consecutive_skips"] += 1
+    assert len(losses) == bad + 1
+    assert everything(optimizer, params) == before
+    assert_bits(optimizer.stats.state_dict().values(), stats.values())
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_goes_on_after_a_skip_as_if_it_had_not_been(search):
+    params, twins = new_params(), new_params()
+    optimizer, other = lbfgs(params, search, "skip"), lbfgs(twins, search, "skip")
+    for bad in (2, None, 1, None, None):
+        optimizer.step(closure_for(params, set() if bad is None else {bad})[0])
+        if bad is None:
+            other.step(closure_for(twins, set())[0])
+    assert everything(optimizer, params) == everything(other, twins)
+
+
+class Twice(SGD):
+    """Evaluates its closure twice in a step, moving the parameters in between."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        closure()
+        super().step()
+        return loss
+
+
+def test_skip_says_that_an_optimizer_that_evaluates_twice_cannot_be_undone():
+    params = new_params()
+    optimizer = ClippedOptimizer(Twice(params, lr=0.1), 1.0, nonfinite="skip")
+    closure, _ = closure_for(params, {1})
+    with pytest.raises(RuntimeError, match=r"Twice evaluated its closure more than once.*'zero'"):
+        optimizer.step(closure)
+
+
+def test_error_of_an_optimizer_that_evaluates_twice_does_not_claim_that_nothing_changed():
+    params = new_params()
+    optimizer = ClippedOptimizer(Twice(params, lr=0.1), 1.0, nonfinite="error")
+    before = copies(params)
+    closure, _ = closure_for(params, {1})
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]") as caught:
+        optimizer.step(closure)
+    assert not torch.equal(params[0], before[0])
+    assert "nor parameters were changed" not in str(caught.value)
+
+
+def test_zero_holds_for_every_evaluation_of_a_closure():
+    params = new_params()
+    optimizer = ClippedOptimizer(Twice(params, lr=0.1), 1.0, nonfinite="zero")
+    closure, _ = closure_for(params, {1})
+    optimizer.step(closure)
+    assert all(bool(torch.isfinite(param).all()) for param in params)
+    assert not any(grad.any() for grad in grads_of(params))
+
+
+class Told(Optimizer):
+    """Takes `found_inf` as torch's fused optimizers do, and keeps what it was told."""
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"fused": True})
+        self.told: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.told.append(self.found_inf)
+
+
+def on_meta() -> list[Tensor]:
+    """Parameters whose values nobody can read: whoever asks for one gets a RuntimeError."""
+    sizes = (3, 5, 9000)
+    params: list[Tensor] = [torch.nn.Parameter(torch.empty(n, device="meta")) for n in sizes]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    return params
+
+
+@pytest.mark.parametrize("args", [(), (lambda: 1.0,)], ids=["no closure", "closure"])
+@pytest.mark.parametrize("rule", RULES_OF_EVERY_TYPE)
+def test_skip_reads_nothing_back_where_the_inner_optimizer_takes_found_inf(rule, args):
+    """The wrapper's share of the step; what torch's fused kernels do is torch's promise."""
+    optimizer = ClippedOptimizer(inner := Told(on_meta()), rule, nonfinite="skip")
+    for _ in range(2):
+        optimizer.step(*args)
+    (flag, _) = inner.told
+    assert (flag.device.type, flag.dtype, flag.shape) == ("meta", torch.float32, ())
+
+
+@pytest.mark.parametrize("rule", RULES_OF_EVERY_TYPE)
+@pytest.mark.parametrize("policy", ["propagate", "zero", "skip"])
+def test_overflow_of_a_scaler_is_not_read_back_either(rule, policy):
+    """With the two attributes that a GradScaler sets for the length of a step."""
+    optimizer = ClippedOptimizer(inner := Told(on_meta()), rule, nonfinite=policy)
+    for name in ("grad_scale", "found_inf"):
+        setattr(optimizer, name, torch.empty((), device="meta"))
+    optimizer.step()
+    assert inner.told[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+@pytest.mark.parametrize("rule", RULES_OF_EVERY_TYPE)
+def test_other_policies_read_nothing_back_with_any_inner_optimizer(rule, policy):
+    optimizer = ClippedOptimizer(SGD(on_meta(), momentum=0.9), rule, nonfinite=policy)
+    for _ in range(2):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        pytest.param(lambda params: SGD(params), "skip", id="skip plain"),
+        pytest.param(Told, "error", id="error"),
+    ],
+)
+def test_policies_that_are_documented_to_wait_do(make, policy):
+    """And so would be seen above."""
+    optimizer = ClippedOptimizer(make(on_meta()), 1.0, nonfinite=policy)
+    with pytest.raises(RuntimeError, match="meta"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("policy", ["propagate", "zero", "skip"])
+def test_fused_step_on_a_gpu_does_not_sync(cuda_backend, rule, policy):
+    params = new_params(device="cuda")
+    optimizer = ClippedOptimizer(AdamW(params, fused=True), rule, nonfinite=policy)
+    give_grads(params, 1)
+    optimizer.step()
+    give_grads(params, 2, bad=math.nan)
+    with no_sync():
+        optimizer.step()

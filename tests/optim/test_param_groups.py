@@ -1,4 +1,4 @@
-"""Which rule of ClippedOptimizer holds for which parameter, and the norm that it measures."""
+"""Which rule holds for which parameter, what it measures, statistics, and names in errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, SparseAdam
 
 from helpers import reference
-from helpers.cases import assert_bits, assert_norm, grad_of, normal, parameter
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal, parameter
 from helpers.param_groups import (
     ABSENT,
     assert_close,
@@ -18,6 +18,7 @@ from helpers.param_groups import (
     grads_of,
     grouped,
     three_groups,
+    values_of,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, verify
 
@@ -297,3 +298,100 @@ def test_step_of_groups_under_verify_needs_no_other_process(own):
     with verify():
         optimizer.step()
     assert int(optimizer.stats.steps) == 1
+
+
+def with_nan(names):
+    """Two groups, the second gradient of the second with a NaN; named parameters or not."""
+    params = [parameter(normal(3, seed=i)) for i in range(4)]
+    grad_of(params[3])[1] = math.nan
+    labelled = list(zip(["a", "b", "c.weight", "c.bias"], params, strict=True))
+    members: list[Any] = labelled if names else params
+    groups: list[dict[str, Any]] = [{"params": members[:2]}, {"params": members[2:]}]
+    return groups
+
+
+@pytest.mark.parametrize("own", [ABSENT, 0.5, None], ids=["absent", "own", "None"])
+@pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
+def test_error_names_the_parameter(names, own):
+    groups = with_nan(names)
+    if own is not ABSENT:
+        groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    label = r"c\.bias$" if names else r"param_groups\[1\]\['params'\]\[1\]$"
+    before = copies(grads_of(optimizer))
+    with pytest.raises(RuntimeError, match=label):
+        optimizer.step()
+    assert_bits(grads_of(optimizer), before)
+    assert all(not p.any() for p in values_of(optimizer))
+
+
+@pytest.mark.parametrize("own", [0.5, None], ids=["own", "None"])
+def test_error_says_why_a_norm_was_not_the_reason(own):
+    """Only gradients under a rule have a norm to speak of."""
+    groups = with_nan(True)
+    groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert ("total norm" in str(caught.value)) == (own is not None)
+    assert "Non-finite gradients: c.bias" in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [ABSENT, 0.5], ids=["absent", "own"])
+def test_error_skips_parameters_without_gradient_when_it_counts(own):
+    groups = with_nan(True)
+    if own is not ABSENT:
+        groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    values_of(optimizer)[0].grad = values_of(optimizer)[2].grad = None
+    with pytest.raises(RuntimeError, match=r": c\.bias$"):
+        optimizer.step()
+
+
+def test_error_names_a_parameter_that_was_added_by_hand():
+    groups = with_nan(True)
+    added = parameter(torch.full((2,), math.nan))
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    optimizer.param_groups[1]["params"].append(added)
+    with pytest.raises(RuntimeError, match=r"c\.bias, param_groups\[1\]\['params'\]\[2\]$"):
+        optimizer.step()
+
+
+def test_groups_that_all_have_a_rule_leave_the_wrappers_nothing():
+    optimizer = grouped(three_groups(), [1.0, 2.0, None])
+    optimizer.step()
+    assert optimizer.stats.last_norm.isnan()
+    assert int(optimizer.stats.clipped_steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "count"),
+    [(1.0, 1e9, 1), (1e9, 1.0, 1), (1.0, 1.0, 1), (1e9, 1e9, 0)],
+    ids=["the-wrappers", "its-own", "both", "neither"],
+)
+def test_step_counts_as_clipped_where_any_rule_clipped(rule, own, count):
+    optimizer = grouped(three_groups(), [ABSENT, own, ABSENT], rule)
+    optimizer.step()
+    assert int(optimizer.stats.clipped_steps) == count
+
+
+def test_group_that_gave_up_its_rule_leaves_the_statistics():
+    optimizer = grouped(three_groups(), [ABSENT, 0.25, ABSENT])
+    optimizer.step()
+    del optimizer.param_groups[1]["clip"]
+    optimizer.step()
+    assert optimizer.stats.group_norms == {}
+    assert optimizer.stats.group_coefficients == {}
+
+
+@pytest.mark.parametrize("zero_size", [False, True], ids=["none", "zero-size"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
+def test_step_without_any_gradient(nonfinite, zero_size):
+    optimizer = grouped([[torch.zeros(0)], [torch.zeros(0)]], [ABSENT, 0.5], nonfinite=nonfinite)
+    if not zero_size:
+        optimizer.zero_grad()
+    optimizer.step()
+    summary = optimizer.stats.summary()
+    assert summary["norm"] == summary["group1_norm"] == 0.0
+    assert summary["coefficient"] == summary["group1_coefficient"] == 1.0
+    assert (summary["steps"], summary["clipped_steps"]) == (1, 0)

@@ -1,16 +1,19 @@
-"""Optimizers, rules and policies that ClippedOptimizer refuses."""
+"""Optimizers, rules, policies and parameter groups that ClippedOptimizer refuses, unwritten."""
 
 from __future__ import annotations
 
 import gc
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from helpers.optimizers import one_weight
-from tritonclip import ClipByGlobalNorm, ClippedOptimizer
+from helpers.cases import assert_bits, copies, normal, parameter, parameters
+from helpers.optimizers import CLASSES, one_weight
+from helpers.param_groups import ABSENT, grads_of, grouped, three_groups, values_of
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
 
 
 @pytest.mark.parametrize("optimizer", [None, 1.0, torch.nn.Linear(1, 1), [1]], ids=repr)
@@ -165,3 +168,210 @@ def test_unknown_policy_is_refused(policy, where):
         with pytest.raises(ValueError, match=message):
             wrapper.nonfinite = policy
         assert wrapper.nonfinite == "propagate"
+
+
+BAD_RULES = pytest.mark.parametrize(
+    ("clip", "error"),
+    [("1", TypeError), (True, TypeError), (ClipByNorm, TypeError), (-1.0, ValueError)],
+    ids=["text", "bool", "class", "negative"],
+)
+NAMES_THE_GROUP = r"param_groups\[1\]\['clip'\]: .*got .*; None clips nothing"
+
+
+@BAD_RULES
+def test_constructor_refuses_the_rule_of_a_group(clip, error):
+    group = [parameter(grad) for grad in three_groups()[0]]
+    inner = SGD([{"params": group[:1]}, {"params": group[1:], "clip": clip}])
+    with pytest.raises(error, match=NAMES_THE_GROUP):
+        ClippedOptimizer(inner, 1.0)
+    # What was refused does not count as a wrapper.
+    inner.param_groups[1]["clip"] = 1.0
+    ClippedOptimizer(inner, 1.0)
+
+
+@BAD_RULES
+def test_add_param_group_refuses_the_rule_of_a_group(clip, error):
+    optimizer = grouped(three_groups()[:1], [ABSENT])
+    with pytest.raises(error, match=NAMES_THE_GROUP):
+        optimizer.add_param_group({"params": [parameter(torch.ones(2))], "clip": clip})
+    assert len(optimizer.param_groups) == 1
+
+
+LOOKALIKES = pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("need_clip", False),
+        ("clips", None),
+        ("clp", 1.0),
+        ("Clip", 1.0),
+        ("cliping", 1.0),
+        ("clip_norm", 1.0),
+        ("clipnorm", 1.0),
+        ("max_norm", 1.0),
+        ("max_grad_norm", 1.0),
+        ("gradient_clip_val", 1.0),
+    ],
+)
+NAMES_THE_KEY = r"param_groups\[1\] has the unknown key '{}'. A group's rule is its key 'clip'"
+
+
+@LOOKALIKES
+def test_constructor_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    first, second = (parameter(torch.ones(2)) for _ in range(2))
+    inner = SGD([{"params": [first]}, {"params": [second], key: value}])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        ClippedOptimizer(inner, 1.0)
+
+
+@LOOKALIKES
+def test_add_param_group_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    optimizer = grouped(three_groups()[:1], [ABSENT])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        optimizer.add_param_group({"params": [parameter(torch.ones(2))], key: value})
+    assert len(optimizer.param_groups) == 1
+
+
+class _OwnClipping(SGD):
+    """An optimizer with an option of its own that is called like a rule elsewhere."""
+
+    def __init__(self, params, max_grad_norm):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["max_grad_norm"] = max_grad_norm
+
+
+def test_option_of_the_wrapped_optimizer_is_no_mistaken_rule():
+    grad = torch.tensor([3.0, 4.0])
+    inner = _OwnClipping([parameter(grad.clone())], max_grad_norm=0.25)
+    optimizer = ClippedOptimizer(inner, ClipByGlobalNorm(1.0, eps=0.0))
+    optimizer.step()
+    torch.testing.assert_close(grads_of(optimizer)[0], grad / 5)
+
+
+def test_option_of_an_optimizer_inside_the_wrapped_one_is_no_mistaken_rule():
+    """SAM shares the groups of its base, whose options are not among its defaults."""
+    inner = SGD([parameter(torch.ones(2))])
+    inner.base = _OwnClipping(inner.param_groups, max_grad_norm=0.25)  # type: ignore[attr-defined]
+    optimizer = ClippedOptimizer(inner, 1.0)
+    optimizer.add_param_group({"params": [parameter(torch.ones(2))], "max_grad_norm": 0.25})
+
+
+# Keys of torch's schedulers, and of optimizers and trainers that add them to groups.
+OTHER_KEYS = ["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"]
+OTHER_KEYS += ["name", "clip_threshold", "grad_norm", "lips", "qk_clip", "flip", "lr_scale"]
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_other_keys_of_groups_are_free(key):
+    inner = SGD([{"params": [parameter(torch.ones(2))], key: 1.0}])
+    optimizer = ClippedOptimizer(inner, 1.0)
+    optimizer.add_param_group({"params": [parameter(torch.ones(2))], key: 1.0})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_keys_of_torchs_optimizers_are_no_mistaken_rules(name):
+    """Also in the groups of another optimizer, which does not know them."""
+    keys = CLASSES[name]([parameter(torch.ones(2, 2))], lr=0.1).param_groups[0]
+    ClippedOptimizer(SGD([{**keys, "params": [parameter(torch.ones(2))]}]), 1.0)
+
+
+def assert_step_changes_nothing(optimizer, error, message):
+    """The step raises, and parameters, gradients, state and statistics are as before."""
+    optimizer.step()
+    grads, values = copies(grads_of(optimizer)), copies(values_of(optimizer))
+    saved = deepcopy(optimizer.state_dict())
+
+    def refused():
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        assert_bits(grads_of(optimizer), grads)
+        assert_bits(values_of(optimizer), values)
+        torch.testing.assert_close(optimizer.state_dict(), saved, rtol=0, atol=0)
+
+    return refused
+
+
+@BAD_RULES
+def test_step_refuses_a_rule_that_was_set_later(clip, error):
+    optimizer = grouped(three_groups(), [ABSENT, 0.25, 0.5])
+    refused = assert_step_changes_nothing(optimizer, error, NAMES_THE_GROUP)
+    optimizer.param_groups[1]["clip"] = clip
+    refused()
+
+
+def test_step_refuses_gradients_beside_a_group_without_any():
+    grads = [[normal(3)], [torch.ones(2, dtype=torch.complex64)]]
+    optimizer = grouped(grads, [ABSENT, ClipByValue(0.5)])
+    values_of(optimizer)[0].grad = None
+    with pytest.raises(TypeError, match=r"complex gradients \(param_groups\[1\]"):
+        optimizer.step()
+
+
+def test_step_refuses_gradients_before_any_group_is_written():
+    groups = [*three_groups(), [torch.ones(2, dtype=torch.complex64)]]
+    optimizer = grouped(groups, [ABSENT, 0.25, 0.5, 0.1])
+    message = r"complex gradients \(param_groups\[3\]\['params'\]\[0\]\)"
+    refused = assert_step_changes_nothing(optimizer, TypeError, message)
+    optimizer.param_groups[3]["clip"] = ClipByValue(0.5)
+    refused()
+
+
+class _OwnClip(SGD):
+    def __init__(self, params):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["clip"] = 1.0
+
+
+def test_optimizer_with_an_option_of_that_name_is_refused():
+    with pytest.raises(ValueError, match="has an option 'clip' of its own"):
+        ClippedOptimizer(_OwnClip([parameter(torch.ones(2))]), 1.0)
+
+
+@pytest.mark.parametrize("left_out", ["group", "parameter"])
+def test_gradient_under_two_rules_is_refused(left_out):
+    grad = torch.tensor([3.0, 4.0])
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad = other.grad = grad
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other]}]
+    if left_out == "group":
+        groups[1]["clip"] = None
+    else:
+        other.need_clip = False  # type: ignore[attr-defined]
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="skip")
+    message = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] have the same gradient but"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at-once", "known"])
+@pytest.mark.parametrize("left_out", [False, True], ids=["other-rule", "no-rule"])
+def test_gradients_under_two_rules_that_share_a_part_are_refused(left_out, known):
+    memory = torch.ones(12)
+    one, other = parameters([memory[:4], memory[6:10]])
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other]}]
+    groups[1]["clip"] = None if left_out else 0.5
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="skip")
+    if known:
+        optimizer.step()
+    before = memory.clone()
+    other.grad = memory[2:6]
+    message = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] overlap in memory"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(memory, before)
+
+
+def test_step_refuses_a_backend_before_any_group_is_written(backend):
+    if backend.name != "triton" or backend.device.type != "cpu":
+        pytest.skip("needs kernels that serve CPU tensors only")
+    grad = torch.tensor([3.0, 4.0])
+    elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    elsewhere.grad = torch.zeros(2, device="meta")
+    groups: list[dict[str, Any]] = [{"params": [parameter(grad)]}, {"params": [elsewhere]}]
+    groups[1]["clip"] = ClipByValue(0.5)
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="not on meta"):
+        optimizer.step()
+    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]
