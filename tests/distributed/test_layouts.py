@@ -34,12 +34,6 @@ from tritonclip.rules import Measured
 NORM_TYPES = [2.0, 1.0, 3.0, 0.5, 8.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
 
 
-@in_processes(2, 4)
-def test_clip_shards() -> None:
-    mesh = mesh_of(-1)
-    check_clip([parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)])
-
-
 class _Halving(Rule):
     """A rule of a user: half of the norm of all processes."""
 

@@ -133,12 +133,19 @@ def test_a_checkpoint_of_another_rule_is_refused():
     other.load_state_dict(saved)
 
 
-def test_a_checkpoint_without_a_memory_begins_anew():
+@pytest.mark.parametrize(
+    ("rule", "skip_above"),
+    [(ClipByQuantile(0.5, 9), None), (1.0, Outlier(6.0, 8))],
+    ids=["rule", "outliers"],
+)
+def test_a_checkpoint_without_a_memory_begins_anew(rule, skip_above):
     params, optimizer = wrapped(sgd, 1.0)
     steps(optimizer, params, range(2))
-    _, other = wrapped(sgd, ClipByQuantile(0.5, 9))
+    twins, other = wrapped(sgd, rule, skip_above=skip_above)
     other.load_state_dict(optimizer.state_dict())
     assert int(other.stats.steps) == 2
+    steps(other, twins, range(1))
+    assert int(other.stats.steps) == 3
 
 
 class _FailsOnce(SGD):

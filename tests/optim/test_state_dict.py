@@ -93,26 +93,6 @@ def test_load_state_dict_keeps_the_present_rules_of_groups(loader):
     assert "clip" not in wrapper.param_groups[1]
 
 
-def test_load_state_dict_copies_statistics():
-    _, source = one_weight()
-    source.step()
-    saved = source.state_dict()
-    _, target = one_weight()
-    target.load_state_dict(saved)
-    source.step()
-    target.step()
-    assert int(saved["tritonclip"]["steps"]) == 1
-    assert int(target.stats.steps) == 2
-
-
-def test_load_state_dict_of_a_bare_optimizer_starts_statistics_anew():
-    _, wrapper = one_weight()
-    wrapper.step()
-    wrapper.load_state_dict(SGD([torch.nn.Parameter(torch.zeros(2))]).state_dict())
-    assert int(wrapper.stats.steps) == int(wrapper.stats.clipped_steps) == 0
-    assert wrapper.stats.last_norm.isnan()
-
-
 def test_load_state_dict_changes_nothing_where_it_raises():
     _, wrapper = one_weight(momentum=0.5)
     wrapper.step()
