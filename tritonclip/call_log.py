@@ -22,6 +22,7 @@ from torch import Tensor
 from tritonclip import torch_compat
 from tritonclip.comparison import time_text
 from tritonclip.messages import warn_user
+from tritonclip.modes import is_captured
 from tritonclip.patching import Call, TorchPatch, original_of
 from tritonclip.samples import synchronize
 
@@ -115,7 +116,7 @@ class CallLog:
         if self._objection is not None:
             return call.original, None
         tensors = _tensors_of(call) if self.compares else None
-        if not tensors or _is_capturing(tensors[0]):
+        if not tensors or is_captured(tensors[0].device):
             return call.ours, None
         device = tensors[0].device
         if device.type == "cuda":
@@ -249,11 +250,6 @@ def _tensors_of(call: Call) -> list[Tensor] | None:
     if call.name == "get_total_norm":
         return [*given]
     return [x.grad for x in given if x.grad is not None]
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is recorded, when nothing may wait."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:

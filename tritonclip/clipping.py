@@ -69,7 +69,7 @@ def clip_(
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor: ...
-@receives_misfits("clip_(parameters, 1.0)")
+@receives_misfits
 def clip_(
     parameters: Parameters,
     clip: float | Rule,
@@ -163,7 +163,7 @@ def clip_tensors_(
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor: ...
-@receives_misfits("clip_tensors_(tensors, 1.0)")
+@receives_misfits
 def clip_tensors_(
     tensors: Tensors,
     clip: float | Rule,

@@ -98,13 +98,11 @@ class _Call(NamedTuple):
 
 
 def explained(usual: str, arguments: Mapping[str, str] | None = None) -> Callable[[T], T]:
-    """Makes wrong calls of a function or class raise an error that shows what to write.
+    """Makes wrong calls of a function or class raise an error that shows its usual call.
 
-    Args:
-        usual: the usual call, such as ``"clip_by_norm(x, 1.0)"``.
-        arguments: what to write for arguments, before the table of all functions: a parameter, a
-            parameter with a value, or a call. Several names are divided by spaces; the first word
-            of a line of the table stands for the line.
+    `arguments` says what to write for arguments, before the table of all functions: a parameter, a
+    parameter with a value, or a call. Several names are divided by spaces; the first word of a line
+    of the table stands for the line.
     """
 
     def explain(target: T) -> T:
@@ -131,32 +129,24 @@ def explained(usual: str, arguments: Mapping[str, str] | None = None) -> Callabl
     return explain
 
 
-# The functions that receive misfits, by name.
-_receiving: dict[str, _Call] = {}
-
-
-def receives_misfits(usual: str) -> Callable[[T], T]:
+def receives_misfits(function: T) -> T:
     """As `explained`, for a function that takes `*_excess` and `**_unknown` to raise `misfit`.
 
     Its second argument gets the default `ABSENT`. `inspect` shows the function without all three.
     """
-
-    def receive(function: T) -> T:
-        untyped: Any = function
-        signature = inspect.signature(function)
-        parameters = [p for name, p in signature.parameters.items() if not name.startswith("_")]
-        untyped.__signature__ = signature.replace(parameters=parameters)
-        untyped.__defaults__ = (ABSENT,)
-        _receiving[function.__name__] = _Call(function.__name__, function, usual, {})
-        return function
-
-    return receive
+    untyped: Any = function
+    signature = inspect.signature(function)
+    parameters = [p for name, p in signature.parameters.items() if not name.startswith("_")]
+    untyped.__signature__ = signature.replace(parameters=parameters)
+    untyped.__defaults__ = (ABSENT,)
+    return function
 
 
 def misfit(function: Callable[..., Any], /, *args: object, **unknown: object) -> TypeError:
-    """The error for a call of a function that `receives_misfits`."""
+    """The error for a call of a function that `receives_misfits`, usually with a limit of 1.0."""
+    name, (first, *_) = function.__name__, inspect.signature(function).parameters
     given = [value for value in args if value is not ABSENT]
-    error = _misfit(_receiving[function.__name__], given, unknown)
+    error = _misfit(_Call(name, function, f"{name}({first}, 1.0)", {}), given, unknown)
     assert error is not None
     return error
 

@@ -56,11 +56,7 @@ def is_traced() -> bool:
 
 
 def refuse_tracer() -> None:
-    """Refuses a call that reads values, where operators are recorded or simulated.
-
-    Raises:
-        RuntimeError: under make_fx or FakeTensorMode.
-    """
+    """RuntimeError for a call that reads values, under make_fx or FakeTensorMode."""
     if _has_tracer():
         raise RuntimeError(
             "this call would read gradients that are traced (make_fx) or simulated "
@@ -70,11 +66,7 @@ def refuse_tracer() -> None:
 
 
 def refuse_batches(tensors: Iterable[Tensor]) -> None:
-    """Refuses tensors of torch.func.vmap, which foreach does not write and the host cannot read.
-
-    Raises:
-        RuntimeError: one is batched, maybe inside of a tensor of another transform.
-    """
+    """RuntimeError for tensors of torch.func.vmap, which no call reads or writes in place."""
     for tensor in tensors:
         while _is_wrapped(tensor):
             if _is_batched(tensor):

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.operators import combine_numbers, wide_dtype
+from tritonclip.backends.operators import combine, combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.agreement import verify_agreement
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
-from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
@@ -155,19 +153,13 @@ def statistics_by_name(
 
 
 class NamedNorms:
-    """The gradients whose norms have names.
+    """The gradients whose norms have names; arguments as for :func:`norms_by_name`.
 
-    Args:
-        parameters: as for :func:`norms_by_name`.
-        group_of: the group of a name.
+    Raises as :func:`clip_`; later, in `measure`, where other processes wait for the norms.
 
     Attributes:
         gradients: with their plan.
         names: of all norms, in order.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :func:`clip_`; later, in `measure`, where other
-            processes wait for the norms.
     """
 
     def __init__(
@@ -199,25 +191,32 @@ class NamedNorms:
 
     def measure(self, p: float, grad_scale: float | Tensor | None) -> Tensor:
         """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
-        self._warn()
-        return _measured(self.gradients, p, 1.0 if grad_scale is None else grad_scale)
+        measured = self._measure("norms_by_name", [Norm(p, each=True)], grad_scale)
+        return measured[0].norm_here() if measured else self._no_norms()
 
     def measure_statistics(self, grad_scale: float | Tensor | None) -> Sequence[Norms]:
         """Norms of each gradient of order 2, inf and 0, none of no gradients; raises likewise."""
-        self._warn()
+        return self._measure("statistics_by_name", STATISTICS, grad_scale)
+
+    def _measure(
+        self, call: str, kinds: Sequence[Norm], grad_scale: float | Tensor | None
+    ) -> Sequence[Norms]:
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
-        if gradients.plan is None:
+        plan = gradients.plan
+        if plan is None:
+            if text := gradients.warning("no norm is measured"):
+                warn_user(text)
             return ()
-        verify_agreement(gradients, "statistics_by_name", STATISTICS[0], scale)
-        measured = gradients.measure_all(STATISTICS, scale)
-        if gradients.plan.verifying:
+        if plan.verifying:
+            gradients.verify_agreement(call, kinds[0], scale)
+        measured = gradients.measure_all(kinds, scale)
+        if plan.verifying:
             for norms in measured:
                 verify.check_norms(norms)
         return measured
 
-    def _warn(self) -> None:
-        if self.gradients.plan is None and (text := self.gradients.warning("no norm is measured")):
-            warn_user(text)
+    def _no_norms(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.float32, device=self.gradients.device)
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
@@ -227,8 +226,7 @@ class NamedNorms:
     def statistics_by_name(self, measured: Sequence[Norms]) -> list[dict[str, Tensor]]:
         """Norms, largest magnitudes and shares of zeros by name, from what was measured."""
         if not measured:
-            nothing = torch.zeros(0, dtype=torch.float32, device=self.gradients.device)
-            columns = [self.by_name(nothing, 2.0) for _ in range(3)]
+            columns = [self.by_name(self._no_norms(), 2.0) for _ in range(3)]
             columns[2] = {name: zero + 1 for name, zero in columns[2].items()}
             return columns
         norms, largest, nonzeros = measured
@@ -298,28 +296,8 @@ def _group(name: str, group_of: Callable[[str], str] | None) -> str:
     return group
 
 
-def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Tensor:
-    """The norm of each gradient, 1-d."""
-    if gradients.plan is None:
-        return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-    verify_agreement(gradients, "norms_by_name", Norm(p, each=True), grad_scale)
-    measured = gradients.measure(Norm(p, each=True), grad_scale)
-    if gradients.plan.verifying:
-        verify.check_norms(measured)
-    return measured.norm_here()
-
-
 def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:
     """The norm of gradients from the norm of each."""
-    if len(norms) < 2:
-        return norms[0] if norms else like.new_zeros(())
-    stacked = torch.stack(norms).to(wide_dtype(like.device))
-    if p == 0:
-        return stacked.sum().to(like.dtype)
-    largest = stacked.max()
-    if p == math.inf:
-        return largest.to(like.dtype)
-    # Over the largest, no power overflows.
-    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-    norm: Tensor = torch.linalg.vector_norm(stacked / unit, p) * unit
-    return norm.to(like.dtype)
+    if not norms:
+        return like.new_zeros(())
+    return combine(torch.stack(norms).to(wide_dtype(like.device)), p).to(like.dtype)

@@ -27,24 +27,12 @@ _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
 
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
-# Functions whose code runs after their call has returned.
-_RUN_LATER = (
-    inspect.isgeneratorfunction,
-    inspect.iscoroutinefunction,
-    inspect.isasyncgenfunction,
-)
-
 _chosen_backend: ContextVar[str | None] = ContextVar("tritonclip_backend", default=None)
 _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
 
 
 class Settings(NamedTuple):
-    """The settings of a call.
-
-    Attributes:
-        backend: one of BACKENDS.
-        verifying: whether every result is checked.
-    """
+    """The settings of a call: one of BACKENDS, and whether every result is checked."""
 
     backend: str
     verifying: bool
@@ -53,14 +41,8 @@ class Settings(NamedTuple):
 class Block:
     """A setting that holds in a `with` block, or in every call of a function that it decorates.
 
-    Args:
-        variable: the variable to set in the block.
-        value: of the variable in the block.
-        call: the call that made this, for messages.
-        elsewhere: the environment variable for a whole program, for messages.
-
-    Warns:
-        ClippingWarning: when it is deleted without use as a block or a decorator.
+    A context variable gets a value. Messages show the call that made this, and the environment
+    variable for a whole program. It warns when it is deleted without use.
     """
 
     # The default is for an object whose __init__ did not run.
@@ -82,11 +64,14 @@ class Block:
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """The function with the setting in every call of it.
 
-        Raises:
-            TypeError: a generator or a coroutine, which runs after its call.
+        TypeError for a generator or a coroutine, which runs after its call.
         """
         self._is_used = True
-        if any(runs_later(function) for runs_later in _RUN_LATER):
+        if (
+            inspect.isgeneratorfunction(function)
+            or inspect.iscoroutinefunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
             raise TypeError(
                 f"{self._call} cannot decorate a generator or a coroutine, whose code runs after "
                 f"the call: got {function!r}; write with tritonclip.{self._call}: ... inside of it"
@@ -175,9 +160,7 @@ def verify() -> Block:
 def current() -> Settings:
     """The backend and verification asked for: by a block, else by a variable, else auto and no.
 
-    Raises:
-        ValueError: TRITONCLIP_BACKEND names no backend, or TRITONCLIP_VERIFY is neither a yes nor
-            a no, and no block comes before it.
+    ValueError for a variable that names no backend, or is neither a yes nor a no.
     """
     return _combined(
         _chosen_backend.get(), _variables.get(_BACKEND), _verifying.get(), _variables.get(_VERIFY)

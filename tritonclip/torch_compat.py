@@ -13,7 +13,7 @@ from torch.nn import Module
 from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
-from tritonclip.distributed.shards import replicated, without_mesh
+from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute, misuse
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -230,7 +230,8 @@ def clip_grads_with_norm_(
     rule = ClipByGlobalNorm(_as_float("max_norm", max_norm), math.inf, eps)
     tracing = is_traced()
     if isinstance(total_norm, Tensor):
-        total_norm = without_mesh(total_norm)
+        if hasattr(total_norm, "full_tensor"):
+            total_norm = cast(Tensor, total_norm.full_tensor())
         check_one_float("total_norm", total_norm)
         if not tracing:
             refuse_negative("total_norm", total_norm)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import io
 import math
 import pickle
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -331,16 +329,6 @@ def test_rule_refuses_a_schedule_that_does_not_take_the_step(make, name, schedul
 )
 def test_rule_takes_a_schedule_that_may_be_called_with_the_step(schedule):
     assert ClipByGlobalNorm(schedule).max_norm is schedule
-
-
-def test_signature_of_a_schedule_is_read_once(monkeypatch):
-    """A parameter group's rule is made from its schedule at every step."""
-    read = Mock(wraps=inspect.signature)
-    monkeypatch.setattr(inspect, "signature", read)
-    schedule = functools.partial(pow, 2)
-    for _ in range(3):
-        ClipByGlobalNorm(schedule)
-    read.assert_called_once_with(schedule)
 
 
 def test_rule_by_value_of_one_schedule_equals_its_copy():

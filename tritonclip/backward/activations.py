@@ -18,7 +18,7 @@ from torch.nn import Module
 from tritonclip.distributed.gradients import collect_tensors
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
-from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
+from tritonclip.engine.checks import REMEDY, check_policy
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.coefficients import filled
 from tritonclip.functional.formulas import coefficient_of, norm_of, result_dtype
@@ -213,15 +213,10 @@ class _Compiled(torch.autograd.Function):
 
 
 def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
-    """The rule itself.
+    """The rule of a user of the function `name`.
 
-    Args:
-        rule: of the user.
-        name: of the function that it was handed to.
-
-    Raises:
-        TypeError: anything that is no rule for a single gradient.
-        ValueError: a limit that is a function of the step.
+    TypeError for anything that is no rule for a single gradient, ValueError for a limit that is a
+    function of the step.
     """
     # Not a subclass, whose limit would not be asked for.
     if type(rule) is ClipByNorm or type(rule) is ClipByValue:
@@ -245,20 +240,8 @@ def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
     raise TypeError(f"{expected}, got {rule!r:.80} of type {type(rule).__name__}")
 
 
-def check_policy(nonfinite: object) -> None:
-    """Refuses an unknown policy for NaN and inf."""
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
-
-
 def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Tensor:
-    """A gradient after clipping, as a new tensor.
-
-    Args:
-        grad: floating-point, for ClipByNorm also complex; any size.
-        rule: that holds for it.
-        nonfinite: as for `clip_`; "error" waits for the device.
-    """
+    """A gradient after clipping, as a new tensor; with nonfinite="error" the host waits."""
     if not grad.numel():
         return grad
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tritonclip.backward.activations import check_policy, plans, rule_for_one
+from tritonclip.backward.activations import plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import with_labels
+from tritonclip.engine.checks import check_policy
 from tritonclip.engine.fsdp1 import FSDP_MARK
 from tritonclip.hints import explained
 from tritonclip.messages import join_names, warn_user
@@ -167,11 +168,9 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 
 def _warn_of_ddp(parameters: object) -> None:
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    cls = getattr(module, "DistributedDataParallel", None)
-    if not isinstance(parameters, Module) or cls is None:
-        return
-    if any(isinstance(m, cls) for m in parameters.modules()):
+    if isinstance(parameters, Module) and any(
+        isinstance(module, DistributedDataParallel) for module in parameters.modules()
+    ):
         warn_user(
             "DistributedDataParallel averages gradients after they have arrived, so each process "
             "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "

@@ -7,7 +7,7 @@ count as copies of each other have to have one norm. The reduced norm is compute
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -28,30 +28,20 @@ from tritonclip.distributed.process_groups import (
 from tritonclip.distributed.shards import where
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.execute import checked_limit
-from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.verify import VerificationError, norm_of
-from tritonclip.rules import BoundRule, ClipState, Norm, Rule
+from tritonclip.rules import BoundRule, ClipState, Rule
 from tritonclip.rules.rule import Adaptive
 
 if TYPE_CHECKING:
     from tritonclip.distributed.gradients import ShardedGradients
 
 
-def raise_if_any(error: Exception | None, domain: Domain, device: torch.device) -> None:
-    """Raises on every process where one has an error; where none has, each sends one number."""
-    flag = torch.full((1,), float(error is not None), dtype=torch.float32, device=device)
-    if bool(all_reduce(flag, domain.groups, domain, largest=True)):
-        agree({}, error, domain)
-
-
 def agree(described: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
     """Raises on every process where one has an error, or where they do not agree.
 
-    Args:
-        described: text of this process by name, the same text in each of them.
-        error: of this process.
-        domain: the processes; each of them calls this, and waits.
+    Every process of the domain calls this, and waits. What it `described` by a name should be the
+    same text in each of them.
 
     Raises:
         TypeError, ValueError, RuntimeError: the error of this process, or the first of others.
@@ -81,38 +71,6 @@ def agree(described: Mapping[str, str], error: Exception | None, domain: Domain)
                 "policies, states and parameters in the same order on all of them. For processes "
                 "with other parameters, pass process_group="
             )
-
-
-def verify_agreement(
-    gradients: Gradients,
-    call: str,
-    rule: Rule | Norm,
-    grad_scale: float | Tensor = 1.0,
-    nonfinite: str = "propagate",
-    total_norm: Tensor | None = None,
-) -> None:
-    """Under `verify()`, raises on every process where they differ in a call that they share."""
-    plan = gradients.plan
-    if plan is None or not plan.verifying or plan.reduction is None:
-        return
-    shards: Any = gradients
-    domain, one_list = shards.sharding.domain, shards.sharding.one_list
-    wanted, label_of = shards.wanted, shards.label_of_parameter
-    described = {
-        "the call": call,
-        "the rule": str(rule) if isinstance(rule, Norm) else describe_rule(rule),
-        "the policy for NaN and inf": nonfinite,
-        "the loss scale": repr(float(grad_scale)),
-    }
-    if total_norm is not None:
-        described["the total norm"] = repr(float(total_norm))
-    if isinstance(rule, BoundRule):
-        described["the state"] = describe_state(rule.state.state_dict())
-    # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
-    each = rule.each if isinstance(rule, Norm) else rule.per_gradient
-    if one_list and (gradients.sources is not None or each):
-        described |= describe_parameters(wanted, label_of)
-    agree(described, gradients.error, domain)
 
 
 def verify_replicas(
@@ -157,8 +115,7 @@ def limited(rule: Rule) -> BoundRule:
 def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
     """Asks for limits of measured lists of one domain, before the first write.
 
-    Raises:
-        TypeError, ValueError, RuntimeError: on every process, where one has no valid limit.
+    Where one process has no valid limit, every process raises.
     """
     error: Exception | None = None
     for rule, norms in measured:
@@ -167,7 +124,11 @@ def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
         except Exception as found:
             error = error or found
     first = measured[0][1].gradients
-    raise_if_any(error, first.sharding.domain, first.device)
+    domain: Domain = first.sharding.domain
+    # Where none has an error, each process sends one number.
+    flag = torch.full((1,), float(error is not None), dtype=torch.float32, device=first.device)
+    if bool(all_reduce(flag, domain.groups, domain, largest=True)):
+        agree({}, error, domain)
 
 
 def describe_rule(rule: Any) -> str:
@@ -219,18 +180,25 @@ class _Entry(NamedTuple):
 class Replicas:
     """The gradients of all processes of a domain, compared before their norms are reduced.
 
-    Every process of the domain makes one, and waits for the others.
-
-    Raises:
-        ValueError: copies that are none.
+    Every process makes one, and waits for the others; ValueError for copies that are none.
     """
 
     def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
         sharding = gradients.sharding
         self._norm_type, self._one_list = norm_type, sharding.one_list
-        self._entries: dict[int, list[_Entry]] = gather_objects(
-            _entries(gradients, norm_type) + _sums(gradients, norm_type), sharding.domain
-        )
+        entries = [
+            _Entry(
+                position,
+                gradients.label_of_parameter(position),
+                where,
+                weight,
+                norm_of(tensor, norm_type),
+                tensor.dtype in (torch.float64, torch.complex128),
+                tensor.numel() == 0,
+            )
+            for position, where, weight, tensor in [*_shards(gradients), *_sums(gradients)]
+        ]
+        self._entries: dict[int, list[_Entry]] = gather_objects(entries, sharding.domain)
         if sharding.one_list:
             self._check_copies()
         else:
@@ -281,11 +249,7 @@ class Replicas:
                 norms = [norm for norm in norms if not _alike(norm, norms[0])]
 
     def check(self, reduced: Tensor, *, each: bool) -> None:
-        """Compares the norm of all shards, or of each parameter's, with a plain sum.
-
-        Raises:
-            VerificationError: a norm that differs.
-        """
+        """VerificationError where a plain sum finds another norm, of all or of each parameter."""
         by_position: dict[int, list[tuple[float, float]]] = {}
         n_holders: dict[tuple[int, tuple[int, ...]], int] = {}
         every = [e for entries in self._entries.values() for e in entries if not e.empty]
@@ -311,29 +275,22 @@ class Replicas:
                 )
 
 
-def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
-    """The shards of this process that are no terms of sums, each measured by itself."""
-    sharding = gradients.sharding
-    entries = []
+# Position, coordinates, weight and elements of a shard.
+_Shard = tuple[int, tuple[int, ...], float, Tensor]
+
+
+def _shards(gradients: ShardedGradients) -> Iterator[_Shard]:
+    """The shards of this process that are no terms of sums."""
     # Buffers of FlatGradients in place of their views.
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
-        if not gradients.shard(index).sums_over:
+        shard = gradients.shard(index)
+        if not shard.sums_over:
             at = index if gradients.distinct is None else gradients.distinct[index]
-            entries.append(
-                _entry(
-                    gradients,
-                    gradients.position(index),
-                    gradients.shard(index).weight,
-                    sharding.where[at],
-                    tensor,
-                    norm_type,
-                )
-            )
-    return entries
+            yield gradients.position(index), gradients.sharding.where[at], shard.weight, tensor
 
 
-def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
-    """The sums of Partial gradients, each measured by itself; every process of a sum calls this."""
+def _sums(gradients: ShardedGradients) -> list[_Shard]:
+    """The sums of Partial gradients; every process of a sum calls this."""
     sharding = gradients.sharding
     local = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     anywhere = {pair for part in gather_objects(local, sharding.domain).values() for pair in part}
@@ -347,30 +304,10 @@ def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
     where_of = dict(zip(sharding.positions, sharding.where, strict=True))
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
         where_of[at] = where(getattr(parameter, "_spec", None))
-    entries = []
-    for at, tensor, pairs, shard in sums_of(terms, sharding):
-        whole = torch.view_as_complex(tensor) if pairs else tensor
-        entries.append(_entry(gradients, at, shard.weight, where_of[at], whole, norm_type))
-    return entries
-
-
-def _entry(
-    gradients: ShardedGradients,
-    position: int,
-    weight: float,
-    where: tuple[int, ...],
-    tensor: Tensor,
-    norm_type: float,
-) -> _Entry:
-    return _Entry(
-        position,
-        gradients.label_of_parameter(position),
-        where,
-        weight,
-        norm_of(tensor, norm_type),
-        tensor.dtype in (torch.float64, torch.complex128),
-        tensor.numel() == 0,
-    )
+    return [
+        (at, where_of[at], shard.weight, torch.view_as_complex(tensor) if pairs else tensor)
+        for at, tensor, pairs, shard in sums_of(terms, sharding)
+    ]
 
 
 def _alike(a: float, b: float) -> bool:

@@ -32,7 +32,7 @@ from tritonclip.engine.arguments import (
     as_list,
     device_of,
     names_at,
-    positions_to_clip,
+    needs_clip,
     refuse_parameters,
     tensors_in,
     unnamed,
@@ -43,7 +43,7 @@ from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.messages import join_names
 from tritonclip.modes import without_grad
-from tritonclip.rules import Norm, Rule
+from tritonclip.rules import BoundRule, Norm, Rule
 
 _PLAIN_TENSOR = frozenset({Tensor})
 _get_requires_grad = attrgetter("requires_grad")
@@ -58,12 +58,8 @@ def collect(
 ) -> Gradients:
     """Collects the gradients of tensors, a module, or named parameters, with their plan.
 
-    Args:
-        parameters: the user's argument; read once.
-        label_of: names the i-th parameter in messages, where it has no name.
-        processes: that the gradients are spread over, where no DTensor says so.
-        cache: of plans.
-        device: of results where there is no parameter.
+    `processes` hold the list between them where no DTensor says so. `device` is that of results
+    where there is no parameter.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument of another kind; as :class:`Gradients`,
@@ -72,7 +68,7 @@ def collect(
     sources = parameters if type(parameters) is list else as_list(parameters)
     if processes is not None or not PLAIN.issuperset(map(type, sources)):
         sources, label_of = unnamed(sources, label_of)
-        positions = positions_to_clip(sources)
+        positions = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
         wanted = [sources[i] for i in positions]
         grads = [p.grad for p in wanted]
         if processes is not None or are_sharded([*wanted, *grads]):
@@ -145,9 +141,7 @@ class ShardedGradients(Gradients):
         device: of the first parameter; the others as for :class:`Gradients`.
 
     Attributes:
-        wanted: the parameters, as handed over.
         tensors: of DTensors the local shards.
-        sharding: how the list lies over processes.
         wrappers: DTensors around the tensors, whose versions count too.
         absent: parameters without a gradient.
         error: why this process rejects its gradients, which it then dropped.
@@ -271,8 +265,23 @@ class ShardedGradients(Gradients):
         total_norm: Tensor | None = None,
     ) -> None:
         """As of :class:`Gradients`; every process of the list waits."""
-        if self._is_reduced:
-            agreement.verify_agreement(self, call, rule, grad_scale, nonfinite, total_norm)
+        if not self._is_reduced:
+            return
+        described = {
+            "the call": call,
+            "the rule": str(rule) if isinstance(rule, Norm) else agreement.describe_rule(rule),
+            "the policy for NaN and inf": nonfinite,
+            "the loss scale": repr(float(grad_scale)),
+        }
+        if total_norm is not None:
+            described["the total norm"] = repr(float(total_norm))
+        if isinstance(rule, BoundRule):
+            described["the state"] = agreement.describe_state(rule.state.state_dict())
+        # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
+        each = rule.each if isinstance(rule, Norm) else rule.per_gradient
+        if self.sharding.one_list and (self.sources is not None or each):
+            described |= agreement.describe_parameters(self.wanted, self.label_of_parameter)
+        agreement.agree(described, self.error, self.sharding.domain)
 
     @property
     def _is_reduced(self) -> bool:
@@ -401,9 +410,12 @@ def _refuse_split(gradients: ShardedGradients) -> None:
     for index, parameter in enumerate(gradients.owners()):
         expected = getattr(parameter, "placements", ())
         found = getattr(parameter.grad, "placements", ())
+        mesh = getattr(parameter, "device_mesh", None)
+        sizes = () if mesh is None else tuple(mesh.shape)
+        # Shard(0) and _StridedShard(0) give each process some of the rows.
         if expected != found or not all(
-            placement.is_replicate() or _splits_rows(placement) or n_processes == 1
-            for placement, n_processes in zip(found, _sizes(parameter), strict=True)
+            placement.is_replicate() or getattr(placement, "dim", None) == 0 or size == 1
+            for placement, size in zip(found, sizes, strict=True)
         ):
             raise TypeError(
                 f"{gradients.label(index)} has the placements {expected} and its gradient {found}; "
@@ -411,14 +423,3 @@ def _refuse_split(gradients: ShardedGradients) -> None:
                 "process: Replicate or Shard(0), as fully_shard makes them. Clip such a model by "
                 "norm, or set need_clip = False on these parameters"
             )
-
-
-def _sizes(parameter: Tensor) -> tuple[int, ...]:
-    """The processes along each dimension of a DTensor's mesh; () for a plain tensor."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return () if mesh is None else tuple(mesh.shape)
-
-
-def _splits_rows(placement: object) -> bool:
-    """Whether a placement gives each process some of the rows; of _StridedShard too."""
-    return getattr(placement, "dim", None) == 0

@@ -32,7 +32,7 @@ from tritonclip.distributed.reduction import (
 from tritonclip.distributed.shards import shard_of
 from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.units import Units, weight_of
+from tritonclip.engine.units import batches_of, weight_of
 from tritonclip.modes import refuse_tracer
 from tritonclip.rules import Norm, Rule
 
@@ -54,9 +54,7 @@ class ReducedNorms(Norms):
 
     def norm(self) -> Tensor:
         """The norm before clipping, or one for each parameter's gradient."""
-        plan = self.gradients.plan
-        assert plan is not None
-        norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
+        norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
     def without_scale(self) -> Norms:
@@ -85,9 +83,7 @@ class ReducedNorms(Norms):
 
     def here(self, values: Tensor) -> Tensor:
         """Of one value for each parameter, those of the gradients here."""
-        plan = self.gradients.plan
-        assert plan is not None
-        values_here: Tensor = values[plan.reduction.positions.on(values.device)]
+        values_here: Tensor = values[self.plan.reduction.positions.on(values.device)]
         return values_here
 
     def whole(self) -> Sequence[Tensor]:
@@ -153,50 +149,46 @@ def exchange(
         if per_gradient:
             whole = batch.partials_each(reduced[shards.positions.on(plan.device)], norm_type)
         partials.append(whole.to(group.device))
-    return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
+    return ReducedNorms(
+        batches, partials, norm_type, per_gradient, grad_scale, gradients, plan, reduced
+    )
 
 
 def _exchange_of_units(
     gradients: ShardedGradients, rule: Rule, grad_scale: float | Tensor
 ) -> Exchange[ReducedNorms]:
+    """As `exchange`, of whole units: one all-reduce serves norms of gradients and of weights.
+
+    Slices along the first dimension are whole here; a gradient that is one unit may not be.
+    """
     try:
-        units = Units(gradients, rule)
+        batches = batches_of(gradients, rule)
     except ERRORS as error:
         gradients.reject_(error)
-        units = Units(gradients, rule)
-    partials, reduced = yield from _whole_units(gradients, units)
-    batches: list[Any] = [*units.batches]
-    return ReducedNorms(batches, partials, 2.0, True, grad_scale, gradients, reduced)
-
-
-def _whole_units(
-    gradients: ShardedGradients, units: Units
-) -> Exchange[tuple[list[Tensor], Tensor]]:
-    """Partial norms of each group, of whole units, and the norm of each parameter's gradient.
-
-    Slices along the first dimension are whole here; a gradient that is one unit may not be. One
-    all-reduce serves the norms of gradients and of weights.
-    """
+        batches = batches_of(gradients, rule)
     plan = gradients.plan
     assert plan is not None
-    partials, reduction = units.measure(), plan.reduction
-    n, device = reduction.sharding.n_parameters, plan.device
-    groups = list(zip(units.batches, partials, reduction.shard_groups, strict=True))
+    reduction, device = plan.reduction, plan.device
+    n = reduction.sharding.n_parameters
+    units = [batch.measure() for batch in batches]
+    groups = list(zip(batches, units, reduction.shard_groups, strict=True))
     measured = [(batch.norms_each(norms), shards) for batch, norms, shards in groups]
-    measured += [
-        (batch.weight_norms_each(norms), _of_weights(shards, n)) for batch, norms, shards in groups
-    ]
+    # Weights stand below the n gradients.
+    for batch, norms, shards in groups:
+        below = CachedIntegers([n + position for position in shards.positions.numbers])
+        measured.append((batch.weight_norms_each(norms), ShardGroup(shards.shard, below)))
     measured += _absent_weights(gradients, n, device)
     doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
     reduced = yield from _reduced_norm(
         gradients, partial(doubled.norm, measured, norm_type=2.0, each=True)
     )
-    whole = []
+    partials = []
     for batch, norms, shards in groups:
         positions = shards.positions.on(device)
         norms_each, limits = (half[positions].to(norms.device) for half in reduced.split(n))
-        whole.append(batch.with_whole(norms, norms_each, limits))
-    return whole, reduced[:n]
+        partials.append(batch.with_whole(norms, norms_each, limits))
+    as_batches: list[Any] = [*batches]
+    return ReducedNorms(as_batches, partials, 2.0, True, grad_scale, gradients, plan, reduced[:n])
 
 
 def _absent_weights(
@@ -207,34 +199,19 @@ def _absent_weights(
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
         if parameter.dim() < 2 and parameter.requires_grad:
             shards = ShardGroup(shard_of(parameter, at, sharding), CachedIntegers([n + at]))
-            measured.append((_norm_of(weight_of(parameter).detach(), device), shards))
+            weight = weight_of(parameter).detach()
+            wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+            norm: Tensor = torch.linalg.vector_norm(wide)
+            measured.append((norm.reshape(1).to(device), shards))
     return measured
-
-
-def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
-    """The 2-norm of a small weight, float64[1]."""
-    wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
-    norm: Tensor = torch.linalg.vector_norm(wide)
-    return norm.reshape(1).to(device)
-
-
-def _of_weights(shards: ShardGroup, n: int) -> ShardGroup:
-    """The shards of weights, whose norms stand below those of n gradients."""
-    positions = CachedIntegers([n + position for position in shards.positions.numbers])
-    return ShardGroup(shards.shard, positions)
 
 
 def _reduced_norm(
     gradients: ShardedGradients, norm: Callable[..., Exchange[Tensor]]
 ) -> Exchange[Tensor]:
-    """A reduction of norms, which a process may enter with a rejected list.
+    """Runs a reduction of norms, which a process may enter with a rejected list.
 
-    Args:
-        gradients: with their plan.
-        norm: takes the devices, and whether this process rejects its gradients.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: that of the process that rejects its gradients.
+    Raises the error of the process that rejects its gradients.
     """
     plan = gradients.plan
     assert plan is not None

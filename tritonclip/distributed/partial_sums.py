@@ -44,12 +44,9 @@ class PartialSum(NamedTuple):
 def zeros_for(
     absent: Sequence[Tensor], sharding: Sharding, flags: Sequence[float]
 ) -> list[PartialSum]:
-    """The terms of parameters without a gradient here, of which others have one.
+    """The terms of the `absent` parameters, without a gradient here, of which others have one.
 
-    Args:
-        absent: the parameters.
-        sharding: of the list.
-        flags: of all processes, for each of the sharding's copied dimensions.
+    `flags` are of all processes, for each of the sharding's copied dimensions.
     """
     parameters = dict(zip(sharding.absent, absent, strict=True))
     sums: dict[int, list[int]] = {}
@@ -66,22 +63,10 @@ def zeros_for(
     return terms
 
 
-def may_be_partial(absent: Sequence[Tensor], sharding: Sharding) -> bool:
-    """Whether other processes may have a Partial gradient of a parameter that has none here."""
-    copied = {at for at, _ in sharding.copied}
-    # A parameter that requires no gradient has none anywhere.
-    return any(
-        at in copied and parameter.requires_grad
-        for at, parameter in zip(sharding.absent, absent, strict=True)
-    )
-
-
 def sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]:
     """The sums, or means, in new memory: by one all-reduce for each dtype and mesh dimension.
 
-    Args:
-        terms: of the same parameters in every process; real, of one device for each dtype.
-        sharding: of the list.
+    Terms are of the same parameters in every process; real, of one device for each dtype.
     """
     alike: dict[tuple[object, ...], list[PartialSum]] = {}
     for term in sorted(terms, key=lambda term: term.position):
@@ -105,14 +90,9 @@ def sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]
 def norms_of(
     tensors: list[Tensor], batch: Batch | None, norm_type: float, *, pairs: bool, each: bool
 ) -> Tensor:
-    """Partial norms of gradients, or the norm of each.
+    """Partial norms of gradients of one device and dtype, not empty, or the norm of `each`.
 
-    Args:
-        tensors: not empty, of one device and dtype.
-        batch: of them, where there is one.
-        norm_type: p of the p-norm.
-        pairs: they are complex, read as pairs.
-        each: measure each by itself.
+    `batch` has them, where there is one; `pairs` are complex gradients, read as pairs.
     """
     if pairs and norm_type != 2.0:
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None
@@ -139,7 +119,12 @@ def measure_sums(
     flags: Tensor,
 ) -> list[MeasuredShards]:
     """Measures the sums of which gradients are terms, here or in another process."""
-    if may_be_partial(absent, sharding):
+    copied = {at for at, _ in sharding.copied}
+    # A parameter that requires no gradient has none anywhere.
+    if any(
+        at in copied and parameter.requires_grad
+        for at, parameter in zip(sharding.absent, absent, strict=True)
+    ):
         terms = [*terms, *zeros_for(absent, sharding, flags.tolist())]
     alike: dict[tuple[object, ...], list[PartialSum]] = {}
     for term in sums_of(terms, sharding):

@@ -88,11 +88,7 @@ def _carrier(group: ProcessGroup, device: torch.device) -> torch.device | None:
 
 
 def check_processes(process_group: object, copies: object) -> Processes | None:
-    """The user's arguments as one; None where neither was given.
-
-    Raises:
-        TypeError, ValueError: an argument of another kind; `copies` without a group.
-    """
+    """The user's arguments as one; None where neither was given. Raises where they are none."""
     if process_group is None and copies is None:
         return None
     if process_group is None:
@@ -119,14 +115,9 @@ def check_processes(process_group: object, copies: object) -> Processes | None:
 
 
 def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
-    """The processes to reduce over.
+    """The processes to reduce over: for the meshes of parameters, in order, and the user's group.
 
-    Args:
-        meshes: those of the parameters, in order.
-        process_group: the user's, or None.
-
-    Raises:
-        ValueError: meshes that overlap in part; a group that cuts through them.
+    ValueError for meshes that overlap in part, and for a group that cuts through them.
     """
     from torch import distributed as dist
 
@@ -253,20 +244,16 @@ def all_reduce(
 def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | Tensor:
     """The mean of a number over all processes, the same bits in each; all of them call this.
 
-    Args:
-        number: of this process; a tensor is 0-d.
-        device: of the result, in the widest dtype there; None for a number, which waits.
+    On `device`, 0-d in the widest dtype there; without one a number, for which the host waits.
     """
     from torch import distributed as dist
 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
         sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()
-        world: Any = dist.group.WORLD
-        carrier = _carrier(world, where)
-        sent = sent if carrier is None else sent.to(carrier)
-        dist.all_reduce(sent, group=world)
-        number = sent / dist.get_world_size()
+        world: Any = (dist.group.WORLD,)
+        size = dist.get_world_size()
+        number = all_reduce(sent, world, Domain(world, size, size)) / size
     if device is None:
         return float(number)
     return torch.as_tensor(number, dtype=wide_dtype(device), device=device)

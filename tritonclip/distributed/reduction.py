@@ -73,60 +73,6 @@ class ShardGroup:
 MeasuredShards = tuple[Tensor, ShardGroup]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Makes the rows of a reduction.
-
-    Attributes:
-        n: parameters, or 1.
-        device: of the rows.
-        each: one for each parameter.
-    """
-
-    n: int
-    device: torch.device
-    each: bool
-
-    def weighted(self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards]) -> Tensor:
-        """Weighted powers, added up, or at the positions of their parameters: float64[n, 1].
-
-        Args:
-            powers: rows for each entry of `measured`.
-            measured: says whose they are.
-        """
-        counted = [
-            (power * group.shard.weight if group.shard.weight != 1 else power, group)
-            for power, (_, group) in zip(powers, measured, strict=True)
-            # Not multiplied by 0, which would make inf NaN.
-            if group.shard.weight
-        ]
-        if not self.each and counted:
-            return counted[0][0] if len(counted) == 1 else sum(power for power, _ in counted)  # type: ignore[return-value]
-        rows = torch.zeros((self.n, 1), dtype=torch.float64, device=self.device)
-        for power, group in counted:
-            rows.index_copy_(0, group.positions.on(self.device), power)
-        return rows
-
-    def extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
-        """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
-        rows = torch.zeros((self.n, 2), dtype=torch.float64, device=self.device)
-        rows[:, 0] = -math.inf
-        for norm, group in measured:
-            if not group.shard.weight:
-                continue
-            # A gradient whose smallest magnitude is inf differs from no gradient.
-            flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
-            found = torch.stack(
-                [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
-                1,
-            )
-            if self.each:
-                rows.index_copy_(0, group.positions.on(self.device), found)
-            elif len(found):
-                rows = torch.maximum(rows, found.amax(0, keepdim=True))
-        return rows
-
-
 # A flag of maxima; 1 and 2 are for inf and NaN.
 REJECTED = 3.0
 
@@ -197,8 +143,7 @@ Exchange = Generator[Request, Tensor, T]
 def run_exchanges(exchanges: Sequence[Exchange[T]]) -> list[T]:
     """Runs exchanges to their ends, and returns their results in order.
 
-    Raises:
-        Exception: that of the first exchange that fails; the others are given up.
+    Raises the error of the first one that fails; the others are given up.
     """
     results: dict[int, T] = {}
     waiting: dict[int, Request] = {}
@@ -268,23 +213,14 @@ class Reduction:
     ) -> Exchange[Tensor]:
         """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
 
-        Args:
-            measured: for some gradients partial norms, or with `each` their norms; float64.
-            norm_type: p of the p-norm.
-            device: of the result.
-            home: of the first parameter, from which numbers travel.
-            each: for each parameter, float64[n_parameters].
-            sums: measures Partial gradients, which are not in `measured`; None where there can be
-                none.
-            rejected: this process rejects its gradients, of which it measured none. On a CPU every
-                process then raises; elsewhere the norm is NaN.
-
-        Raises:
-            Rejected: a process of the domain rejects its gradients; on a CPU only.
+        `measured` has partial norms of some gradients, or with `each` their norms; float64. `sums`
+        measures Partial gradients, which are not among them; None where there can be none. Numbers
+        travel from `home`, the device of the first parameter. A process that `rejected` its
+        gradients measured none: on a CPU every process then raises `Rejected`, elsewhere the norm
+        is NaN.
         """
         flat = [(n.reshape(-1).to(device), group) for n, group in measured]
-        rows = Rows(self.sharding.n_parameters if each else 1, device, each)
-        norm = _Norm(self, rows, norm_type, home, sums, rejected)
+        norm = _Norm(self, norm_type, device, home, each, sums, rejected)
         if math.isinf(norm_type):
             return (yield from norm.extreme(flat, norm_type))
         if norm_type > MOST_IN_FLOAT64:
@@ -301,9 +237,10 @@ class _Norm:
     """One reduction of norms."""
 
     reduction: Reduction
-    rows: Rows
     norm_type: float
+    device: torch.device
     home: torch.device
+    each: bool
     sums: Sums | None
     rejected: bool
 
@@ -314,32 +251,36 @@ class _Norm:
     @property
     def _reads(self) -> bool:
         """Whether numbers can be read without a wait for the device."""
-        return self.rows.device.type == "cpu"
+        return self.device.type == "cpu"
+
+    @property
+    def _n_rows(self) -> int:
+        return self._sharding.n_parameters if self.each else 1
 
     def by_powers(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The root of sums of powers."""
 
         def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
-            total = not self.rows.each
+            total = not self.each
             rows = [powers_of(norm, self.norm_type, total=total) for norm, _ in measured]
-            return self.rows.weighted(rows, measured)
+            return self._weighted(rows, measured)
 
         rows, _ = yield from self._everyones(rows_of, measured, largest=False)
         return roots_of(rows, self.norm_type)
 
     def by_largest(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
-        rows_of = partial(self.rows.extremes, sign=1.0)
+        rows_of = partial(self._extremes, sign=1.0)
         found, measured = yield from self._everyones(rows_of, measured, largest=True, early=True)
         largest = extreme_of(found, 1.0)
         # NaN and inf come out of the powers at any scale.
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
         for norm, group in measured:
-            divisor = scale[group.positions.on(self.rows.device)] if self.rows.each else scale
+            divisor = scale[group.positions.on(self.device)] if self.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
-            rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
-        total = self.rows.weighted(rows, measured)
+            rows.append(powers if self.each else powers.sum(0, keepdim=True))
+        total = self._weighted(rows, measured)
         if self.rejected:
             # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
@@ -349,9 +290,43 @@ class _Norm:
     def extreme(self, measured: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
-        rows_of = partial(self.rows.extremes, sign=sign)
+        rows_of = partial(self._extremes, sign=sign)
         rows, _ = yield from self._everyones(rows_of, measured, largest=True)
         return extreme_of(rows, sign)
+
+    def _weighted(self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards]) -> Tensor:
+        """Weighted powers, added up, or at the positions of their parameters: float64[n, 1]."""
+        counted = [
+            (power * group.shard.weight if group.shard.weight != 1 else power, group)
+            for power, (_, group) in zip(powers, measured, strict=True)
+            # Not multiplied by 0, which would make inf NaN.
+            if group.shard.weight
+        ]
+        if not self.each and counted:
+            return counted[0][0] if len(counted) == 1 else sum(power for power, _ in counted)  # type: ignore[return-value]
+        rows = torch.zeros((self._n_rows, 1), dtype=torch.float64, device=self.device)
+        for power, group in counted:
+            rows.index_copy_(0, group.positions.on(self.device), power)
+        return rows
+
+    def _extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
+        """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
+        rows = torch.zeros((self._n_rows, 2), dtype=torch.float64, device=self.device)
+        rows[:, 0] = -math.inf
+        for norm, group in measured:
+            if not group.shard.weight:
+                continue
+            # A gradient whose smallest magnitude is inf differs from no gradient.
+            flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
+            found = torch.stack(
+                [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
+                1,
+            )
+            if self.each:
+                rows.index_copy_(0, group.positions.on(self.device), found)
+            elif len(found):
+                rows = torch.maximum(rows, found.amax(0, keepdim=True))
+        return rows
 
     def _everyones(
         self,
@@ -369,7 +344,7 @@ class _Norm:
         domain, rows = self._sharding.domain, self._marked(rows_of(measured), largest=largest)
         groups = domain.groups
         if self.sums is not None:
-            flags = self.reduction.flags.on(self.rows.device, torch.float64)
+            flags = self.reduction.flags.on(self.device, torch.float64)
             sent = flags.clone()
             if domain.by_mesh_first:
                 groups = groups[len(domain.mesh_groups) :]

@@ -69,16 +69,11 @@ def shard_of_spec(
     placements: Sequence[Any] | None = None,
     mesh: Any = None,
 ) -> LocalShard:
-    """The local shard of a gradient.
+    """The local shard of a gradient with a spec, or of a plain one, of which there are `copies`.
 
-    Args:
-        spec: its own; None for a plain one.
-        copies: the user's number of processes.
-        domain: of the list.
-        label: names the parameter.
-        placements: in place of those of the spec.
-        mesh: the parameter's. Of meshes that are equal but not one, each has its own groups, and a
-            process without the gradient knows those of the parameter.
+    `placements` take the place of those of the spec. `mesh` is the parameter's: of meshes that are
+    equal but not one, each has its own groups, and a process without the gradient knows those of
+    the parameter.
     """
     if spec is None:
         return LocalShard(_weight(copies, 1, domain))
@@ -204,7 +199,10 @@ def sharding_of(
         n_parameters=len(specs),
         absent=tuple(i for i, spec in enumerate(grad_specs) if spec is False),
         copied=copied,
-        is_partial=tuple(_is_partial(grad_specs[i], dim) for i, dim in copied),
+        is_partial=tuple(
+            mesh_of(grad_specs[i]) is not None and grad_specs[i].placements[dim].is_partial()
+            for i, dim in copied
+        ),
         n_copies=tuple(n_copies),
         wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
@@ -224,21 +222,12 @@ def _copied(specs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _is_partial(spec: Any, dim: int) -> bool:
-    """Whether a gradient is there, and Partial along a dimension of its mesh."""
-    return mesh_of(spec) is not None and bool(spec.placements[dim].is_partial())
-
-
 def shard_of(
     parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()
 ) -> LocalShard:
-    """The local shard of a gradient that is placed as its parameter is.
+    """The local shard of a gradient that is placed as its parameter is, which has none here.
 
-    Args:
-        parameter: without a gradient here.
-        at: its position.
-        sharding: of the list.
-        sums: dimensions of the mesh along which the gradient is Partial.
+    Along the dimensions `sums` of the mesh, the gradient is Partial.
     """
     from torch.distributed.tensor import Partial
 
@@ -265,16 +254,17 @@ def dtype_of(spec: Any) -> torch.dtype | None:
     return getattr(getattr(spec, "tensor_meta", None), "dtype", None)
 
 
+def dtensor_class() -> Any:
+    """DTensor; () where nobody imported it, so that nothing is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
 def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
     """The meshes of the DTensors among parameters, in order."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return ()
-    return tuple(
-        {
-            id(p._spec.mesh): p._spec.mesh for p in parameters if isinstance(p, module.DTensor)
-        }.values()
-    )
+    dtensor = dtensor_class()
+    meshes = [p._spec.mesh for p in parameters if isinstance(p, dtensor)]
+    return tuple({id(mesh): mesh for mesh in meshes}.values())
 
 
 CAPACITY = 32
@@ -329,11 +319,8 @@ _cache: OrderedDict[tuple[object, ...], _CachedSharding] = OrderedDict()
 
 def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
     """Whether DTensors are among tensors."""
-    # Where nobody imported it, nothing is a DTensor.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(
-        issubclass(cls, module.DTensor) for cls in set(map(type, tensors))
-    )
+    dtensor = dtensor_class()
+    return any(issubclass(cls, dtensor) for cls in set(map(type, tensors)))
 
 
 def local_shards(
@@ -342,20 +329,12 @@ def local_shards(
     processes: Processes | None,
     label: Callable[[int], str],
 ) -> LocalShards:
-    """The local shards of gradients; plain ones count as they are.
+    """The local shards of gradients, one or None for each parameter; plain ones count as they are.
 
-    Args:
-        parameters: all that are to be clipped, with and without a gradient.
-        grads: of each parameter, or None.
-        processes: the user's group and copies; None without.
-        label: names the i-th parameter in messages.
-
-    Raises:
-        TypeError: a Partial gradient that is no sum.
-        ValueError: meshes or groups that cannot be reduced over; a wrong number of copies.
+    TypeError for a Partial gradient that is no sum, ValueError for meshes or groups that cannot be
+    reduced over, and for a wrong number of copies.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    dtensor: Any = () if module is None else module.DTensor
+    dtensor = dtensor_class()
     # Of plain parameters the dtype: a spec has it.
     specs = _specs(parameters)
     if specs is None:
@@ -380,15 +359,6 @@ def local_shards(
         sharding = cached.sharding
     _keep(key, _CachedSharding(specs, grad_specs, n_copies, user.group, user.meshes, sharding))
     return _shards_of(parameters, grads, dtensor, sharding)
-
-
-def without_mesh(tensor: Tensor) -> Tensor:
-    """A plain tensor with all elements of a DTensor; others as they are."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(tensor, module.DTensor):
-        whole: Tensor = tensor.full_tensor()
-        return whole
-    return tensor
 
 
 def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:

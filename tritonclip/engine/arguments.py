@@ -33,11 +33,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def parameters_of(module: Module) -> list[Tensor]:
-    """The same as `list(module.parameters())`, by one walk.
-
-    Raises:
-        ValueError: a module in it has `need_clip = False`.
-    """
+    """As `list(module.parameters())`, by one walk; ValueError for need_clip = False on a module."""
     found = _walk(module)
     cls = type(module)
     if any(getattr(cls, name) is not getattr(Module, name) for name in _METHODS):
@@ -82,30 +78,19 @@ def _refuse_mark(module: Module, marked: Module) -> None:
 LabelOf = Callable[[int], str]
 
 
-def labelled(
-    parameters: object, label_of: LabelOf = "parameters[{}]".format
-) -> tuple[list[Tensor], LabelOf]:
+def labelled(parameters: object) -> tuple[list[Tensor], LabelOf]:
     """As `with_labels`, for parameters whose gradients are whole."""
-    items, label_of = with_labels(parameters, label_of)
+    items, label_of = with_labels(parameters)
     refuse_fsdp_shards(items)
     return items, label_of
 
 
-def with_labels(
-    parameters: object, label_of: LabelOf = "parameters[{}]".format
-) -> tuple[list[Tensor], LabelOf]:
-    """The parameters in an argument of `clip_`, and the name of the i-th.
-
-    Raises:
-        TypeError: an argument of another kind.
-    """
+def with_labels(parameters: object) -> tuple[list[Tensor], LabelOf]:
+    """The parameters in an argument of `clip_`, and the name of the i-th."""
     if isinstance(parameters, Module):
         check_marks(parameters)
         parameters = parameters.named_parameters()
-    items = as_list(parameters)
-    if not PLAIN.issuperset(map(type, items)):
-        items, label_of = unnamed(items, label_of)
-    return items, label_of
+    return unnamed(as_list(parameters), "parameters[{}]".format)
 
 
 def as_list(parameters: object) -> list[Any]:
@@ -165,11 +150,6 @@ def device_of(items: Sequence[Tensor]) -> torch.device:
     return items[0].device if items else torch.device("cpu")
 
 
-def positions_to_clip(parameters: Sequence[Tensor]) -> list[int]:
-    """The positions of parameters that are to be clipped."""
-    return [i for i, p in enumerate(parameters) if needs_clip(p)]
-
-
 def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> list[str]:
     """The names of parameters, looked up in the user's argument; clipping never needs them."""
     if isinstance(argument, Module):
@@ -179,13 +159,7 @@ def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> l
 
 
 def tensors_in(tensors: object, label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
-    """The tensors in an argument that holds gradients themselves, and the name of the i-th.
-
-    None is left out.
-
-    Raises:
-        TypeError: an argument of another kind.
-    """
+    """The tensors in an argument that holds gradients themselves, without None, and their names."""
     if type(tensors) is list and PLAIN.issuperset(map(type, tensors)):
         return tensors, label_of
     if isinstance(tensors, Module):

@@ -54,12 +54,7 @@ def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:
 
 
 def refuse_other_model(rule: Rule, parameters: Sequence[Tensor]) -> None:
-    """Refuses a rule that excludes parameters of another model only.
-
-    Args:
-        rule: that holds for some of the parameters.
-        parameters: all that were passed, with gradients and without.
-    """
+    """Refuses a rule that excludes none of the parameters passed, with gradients and without."""
     if rule.excludes and parameters and True not in rule.exempt(parameters):
         raise ValueError(
             f"exclude of {rule.name} names {rule.excludes} parameters, none of which is among the "
@@ -108,17 +103,18 @@ def unknown_policy(nonfinite: object) -> ValueError:
     )
 
 
+def check_policy(nonfinite: object) -> None:
+    """Refuses an unknown policy."""
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+
+
 def raise_if_nonfinite(
     gradients: Gradients, norms: Norms, norm: Tensor, remedy: str, rule: Rule | None = None
 ) -> None:
-    """RuntimeError where a norm is not finite; waits for the device.
+    """RuntimeError where `norm`, that of `norms`, is not finite; waits for the device.
 
-    Args:
-        gradients: not written yet.
-        norms: of these gradients.
-        norm: `norms.norm()`.
-        remedy: ends the message.
-        rule: that is going to clip; None where a norm is only measured.
+    `remedy` ends the message. `rule` is going to clip; None where a norm is only measured.
     """
     if bool(torch.isfinite(norm).all()):
         return

@@ -31,11 +31,6 @@ from tritonclip.rules import ClipByGlobalNorm, Rule, rule_of
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
-def _write_rule(rule: Rule, numbers: Sequence[float]) -> str:
-    """The name and the numbers of a rule, for `_read_rule`; in traceable code."""
-    return " ".join([type(rule).__name__, *[str(number) for number in numbers]])
-
-
 def _is_written(rule: Rule) -> bool:
     """Whether `_read_rule` finds a rule again: not one that changes, or of a user's class."""
     return rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule)
@@ -67,18 +62,12 @@ def _clip(
     exempt: Sequence[int] = (),
     numbers: Tensor | None = None,
 ) -> Tensor:
-    """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
+    """Clips distinct gradients by a fixed rule; returns the norm, empty for a rule that clamps.
 
-    Args:
-        grads: distinct.
-        names: theirs, line by line; "" without any.
-        text: of the rule, without numbers where they are inputs of the graph.
-        nonfinite: the policy.
-        constant_scale: the loss scale, unless it is an input.
-        grad_scale: the loss scale that is an input.
-        weights: of all gradients, for a rule by unit or with `exclude`.
-        exempt: indices of those that the rule leaves out.
-        numbers: of the rule, where they are inputs.
+    `names` are theirs, line by line, "" without any. `text` has the numbers of the rule, unless
+    they are inputs of the graph, in `numbers`; the loss scale is a constant, or the input
+    `grad_scale`. A rule by unit, or with `exclude`, comes with the weights of all gradients, and
+    the indices of those that are `exempt`.
     """
     gradients = _gradients(grads, names)
     if weights is None and numbers is None:
@@ -142,10 +131,6 @@ def _scale(
     execute.scale_(_gradients(grads, names), rule, total_norm)
 
 
-def _simulate_scale(*_: object) -> None:
-    return None
-
-
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
     return torch.float64 if wide else torch.float32
@@ -192,7 +177,7 @@ _scale_op, _scale_reads = _operators(
     "(Tensor(a!)[] grads, str names, Tensor total_norm, float[] numbers, Tensor? changing=None)"
     " -> ()",
     _scale,
-    _simulate_scale,
+    lambda *_: None,
 )
 
 
@@ -356,7 +341,8 @@ def _clip_collected(
         inputs += [weights, exempt, changing]
     reads = nonfinite == "error" or rule.spectral or changing is not None or _is_on_host(factor)
     operator = _clip_reads if reads else _clip_op
-    text = _write_rule(rule, numbers)
+    # In traceable code.
+    text = " ".join([type(rule).__name__, *[str(number) for number in numbers]])
     # As in eager mode, gradients that have a derivative keep it.
     with torch.no_grad():
         norm: Tensor = operator(

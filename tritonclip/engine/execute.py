@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
-from tritonclip.engine import misuse, verify
+from tritonclip.engine import misuse, units, verify
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
@@ -27,7 +27,6 @@ from tritonclip.engine.checks import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
-from tritonclip.engine.units import Units
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import Norm, Rule
 from tritonclip.rules.arguments import as_number, local_number
@@ -61,15 +60,10 @@ def clip_(
     remedy: str = REMEDY,
     keeps_scale: bool = False,
 ) -> Tensor | None:
-    """Clips a gradient list.
+    """Clips a gradient list; returns its norm, None for a rule that clamps.
 
-    Args:
-        gradients: the list.
-        rule: to clip by.
-        nonfinite: the policy.
-        grad_scale: the loss scale that the gradients carry.
-        remedy: ends the message of nonfinite="error".
-        keeps_scale: the loss scale stays in the gradients; for rules of one norm.
+    `remedy` ends the message of nonfinite="error". With `keeps_scale`, for rules of one norm, the
+    loss scale stays in the gradients.
     """
     plan, norm = gradients.plan, None
     if plan is None:
@@ -141,7 +135,7 @@ def _clip_only_group_(
     """
     batch: Any
     if rule.per_unit:
-        (batch,) = Units(gradients, rule).batches
+        (batch,) = units.batches_of(gradients, rule)
     else:
         batch = group.layout.bind(gradients.readable, gradients.addresses)
     norm: Tensor | None = None
@@ -169,15 +163,10 @@ def write_(
     zero_nonfinite: bool,
     keeps_scale: bool = False,
 ) -> Outcome:
-    """Clips a measured list, once; a rule that clamps needs norms only to zero NaN and inf.
+    """Clips a measured list, once; it is not empty, and the rule has a meaning for it.
 
-    Args:
-        gradients: not empty, and the rule has a meaning for it.
-        rule: that holds for it.
-        norms: of the rule's norm type.
-        grad_scale: the loss scale that the gradients still carry.
-        zero_nonfinite: write zeros everywhere where a norm is not finite.
-        keeps_scale: as for `clip_`.
+    A rule that clamps needs norms only for `zero_nonfinite`, which writes zeros everywhere where a
+    norm is not finite. `keeps_scale` is as for `clip_`.
     """
     plan = gradients.plan
     assert plan is not None
@@ -217,7 +206,7 @@ def _scale_groups_(
     *,
     zero_nonfinite: bool,
 ) -> Outcome:
-    """Scales every group of a measured list, and counts versions; arguments as for `write_`."""
+    """Scales every group of a measured list; arguments as for `write_`."""
     plan = gradients.plan
     assert plan is not None
     limit = rule.limit(norms)
@@ -295,13 +284,10 @@ def total_norm(
 
 @without_grad
 def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
-    """Scales a gradient list by the coefficient of a norm that is given.
+    """Scales a gradient list by the coefficient of a norm that is given, one element on any device.
 
-    Args:
-        gradients: the list.
-        rule: of norm type inf. The given norm is the only partial norm, and the inf-norm of one
-            number is that number.
-        norm: one element, on any device.
+    The rule is of norm type inf: the given norm is the only partial norm, and the inf-norm of one
+    number is that number.
     """
     plan = gradients.plan
     if plan is None:
@@ -324,7 +310,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
         for group in plan.groups
     ]
-    norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients)
+    norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients, plan)
     _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
     if reference is not None:

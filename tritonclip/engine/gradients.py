@@ -150,11 +150,7 @@ class Gradients:
         return make_plan(tensors, addresses, self.label, verifying=verifying, whole=whole)
 
     def with_parameters(self, parameters: Sequence[Tensor]) -> Gradients:
-        """The same list with the parameters that it was not collected from.
-
-        Args:
-            parameters: one for each gradient, repeated ones included.
-        """
+        """The same list with the parameters of its gradients, repeated ones included."""
         twin = copy(self)
         twin.parameters = parameters
         return twin
@@ -194,10 +190,7 @@ class Gradients:
     ) -> norms.Norms:
         """Measures a list that is not empty; of a rejected one, raises when others know.
 
-        Args:
-            norm: of which kind.
-            grad_scale: the loss scale that gradients carry.
-            names_culprits: names of gradients will be asked for where a norm is NaN.
+        `names_culprits`: names of gradients will be asked for where a norm is NaN.
         """
         if norm.by is not None:
             return norms.measure_by(self, norm.by, grad_scale)

@@ -79,11 +79,9 @@ def flat_size(grad: Tensor) -> int | None:
 
 
 def apart_in_python(addresses: list[int], spans: list[int]) -> bool:
-    """Whether no two tensors share a byte; those without bytes may lie anywhere.
+    """Whether no two tensors share a byte, given their addresses and the bytes that they span.
 
-    Args:
-        addresses: of their first bytes.
-        spans: bytes from the first to the last of each.
+    Those without bytes may lie anywhere.
     """
     # So it is exactly where every end, in order, comes before the start that follows.
     ends = sorted(map(add, addresses, spans))
@@ -97,12 +95,7 @@ are_apart: Callable[[list[int], list[int]], bool] = (
 
 
 def is_freed(tensor: Tensor, address: int) -> bool:
-    """Whether a strided tensor has elements and no memory.
-
-    Args:
-        tensor: not read.
-        address: its `data_ptr()`.
-    """
+    """Whether a strided tensor, whose `data_ptr()` is given, has elements and no memory."""
     if address >= OFFSETS or not tensor.numel() or tensor.is_meta:
         return False
     try:
@@ -126,11 +119,7 @@ def has_overlap(tensor: Tensor) -> bool:
 
 
 def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """The indices of two regions that share a byte, if any do; exact.
-
-    Args:
-        regions: each without overlap in itself.
-    """
+    """The indices of two regions that share a byte, if any do; exact. No region overlaps itself."""
     reaching: list[int] = []
     ends = [region.end for region in regions]
     order = sorted(range(len(regions)), key=lambda i: (str(regions[i].device), regions[i].start))

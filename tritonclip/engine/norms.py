@@ -21,8 +21,7 @@ from tritonclip.backends.operators import (
     unscaled,
     wide_dtype,
 )
-from tritonclip.engine.spectra import batches_of
-from tritonclip.engine.units import Units
+from tritonclip.engine import spectra, units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
 from tritonclip.rules.rule import Adaptive
@@ -30,6 +29,7 @@ from tritonclip.rules.state import upload
 
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
+    from tritonclip.engine.plan import Plan
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Norms:
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
+        plan: of the list.
         is_checked: under `verify()`, they were compared with a reference.
     """
 
@@ -53,6 +54,7 @@ class Norms:
     per_gradient: bool
     grad_scale: float | Tensor
     gradients: Gradients
+    plan: Plan
     is_checked: ClassVar[bool] = False
 
     def norm(self) -> Tensor:
@@ -60,8 +62,7 @@ class Norms:
 
         0-d, or 1-d with that of each gradient.
         """
-        plan = self.gradients.plan
-        assert plan is not None
+        plan = self.plan
         if not self.per_gradient:
             norm = self.batches[0].total(self.partials[0], self.norm_type, self.grad_scale)
             return norm.to(plan.device)
@@ -74,8 +75,7 @@ class Norms:
 
     def numbers(self) -> float | list[float] | None:
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
-        plan = self.gradients.plan
-        assert plan is not None
+        plan = self.plan
         if not choose.host_decides(plan.device):
             return None
         partials = self.partials[0] if len(self.partials) == 1 else None
@@ -90,9 +90,7 @@ class Norms:
     @property
     def device(self) -> torch.device:
         """Of the norm."""
-        plan = self.gradients.plan
-        assert plan is not None
-        return plan.device
+        return self.plan.device
 
     def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Limit and values after these norms: on a GPU by one launch."""
@@ -100,8 +98,7 @@ class Norms:
 
     def _parts(self) -> adaptive.Parts | None:
         """What the norm of all gradients is put together from, where that is on one device."""
-        plan, partials = self.gradients.plan, self.partials[0] if self.partials else None
-        assert plan is not None
+        plan, partials = self.plan, self.partials[0] if self.partials else None
         if self.per_gradient or not isinstance(partials, Tensor) or partials.device != plan.device:
             return None
         return adaptive.Parts(partials, plan.dtype, self.norm_type, self.grad_scale)
@@ -115,12 +112,12 @@ class Norms:
         scale, p = self.grad_scale, self.norm_type
         if not isinstance(scale, Tensor) and scale == 1:
             return self
-        partials = [
-            unscaled(norms, p, scale)
-            if isinstance(norms, Tensor)
-            else _unscaled_numbers(norms, p, scale)
-            for norms in self.partials
-        ]
+        partials: list[PartialNorms] = []
+        for norms in self.partials:
+            if isinstance(norms, Tensor):
+                partials.append(unscaled(norms, p, scale))
+            else:
+                partials.append([norm / float(scale) for norm in norms] if p else norms)
         return replace(self, partials=partials, grad_scale=1.0)
 
     def is_finite(self) -> Tensor:
@@ -134,8 +131,7 @@ class Norms:
         """Norms by group as one tensor in the order of the gradient list."""
         if len(results) == 1:
             return results[0]
-        plan = self.gradients.plan
-        assert plan is not None
+        plan = self.plan
         joined = torch.cat([result.to(plan.device) for result in results])
         indices = [index for group in plan.groups for index in group.indices or ()]
         order = sorted(range(len(indices)), key=indices.__getitem__)
@@ -154,8 +150,7 @@ class Norms:
 
     def sizes(self) -> Tensor:
         """The number of elements of each of these gradients; uploaded once for a plan."""
-        plan = self.gradients.plan
-        assert plan is not None
+        plan = self.plan
         if plan.sizes is None:
             sizes = [tensor.numel() for tensor in self.whole()]
             plan.sizes = upload(sizes, wide_dtype(plan.device), plan.device)
@@ -170,25 +165,13 @@ class Norms:
         return self.gradients.positions(), self.gradients.n_parameters
 
 
-def _unscaled_numbers(norms: list[float], norm_type: float, scale: float | Tensor) -> list[float]:
-    """Norms divided by the loss scale, as `unscaled`."""
-    return [norm / float(scale) for norm in norms] if norm_type else norms
-
-
 def measure(
     gradients: Gradients,
     norm_type: float,
     per_gradient: bool,
     grad_scale: float | Tensor = 1.0,
 ) -> Norms:
-    """Measures the groups of a list that is not empty: one launch each on a GPU.
-
-    Args:
-        gradients: the list.
-        norm_type: p of the p-norm.
-        per_gradient: each gradient has its norm.
-        grad_scale: the loss scale that gradients still carry.
-    """
+    """Measures the groups of a list that is not empty: one launch each on a GPU."""
     plan = gradients.plan
     assert plan is not None
     if per_gradient:
@@ -197,7 +180,7 @@ def measure(
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
         partials = batch.norm(norm_type, per_gradient=per_gradient)
-        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
+        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients, plan)
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
@@ -205,14 +188,16 @@ def measure(
 def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
     """Measures a list that is not empty by unit, with its weights, or its singular values."""
     # These batches have the verbs for norms by gradient, and no others.
+    plan = gradients.plan
+    assert plan is not None
     batches: list[Any]
     if rule.per_unit:
-        batches = [*Units(gradients, rule).batches]
+        batches = [*units.batches_of(gradients, rule)]
     else:
         refuse_tracer()
-        batches = [*batches_of(gradients, rule)]
+        batches = [*spectra.batches_of(gradients, rule)]
     partials = [batch.measure() for batch in batches]
-    return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients)
+    return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients, plan)
 
 
 def _measure_groups(
@@ -246,7 +231,7 @@ def _measure_groups(
         partials.append(measured)
     if not per_gradient:
         partials = _join(partials, [group.device for group in plan.groups])
-    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
+    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients, plan)
 
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:

@@ -18,7 +18,6 @@ from tritonclip.engine.arguments import PLAIN, LabelOf
 from tritonclip.engine.memory import (
     OFFSETS,
     OverlapError,
-    Region,
     find_overlap,
     has_overlap,
     is_freed,
@@ -60,19 +59,19 @@ class Plan:
 
     Attributes:
         groups: of all gradients; none where only other processes have any.
-        staged: indices of gradients that are read from a copy.
-        views: gradients that verbs do not read in their shape.
         device: of results: the first gradient's.
         dtype: of results: float64 if any gradient is float64, else float32.
-        sparse: indices of sparse gradients, of which the values are clipped.
-        pairs: complex gradients are among them.
-        empty: no gradient has an element.
-        inference: gradients made in inference mode are among them.
+        verifying: the calls that it serves are to be checked.
         requires_grad: autograd may record the verbs: it can differentiate some of the gradients, or
             other processes have parts of them.
+        empty: no gradient has an element.
+        staged: indices of gradients that are read from a copy.
+        views: gradients that verbs do not read in their shape.
+        sparse: indices of sparse gradients, of which the values are clipped.
+        pairs: complex gradients are among them.
+        inference: gradients made in inference mode are among them.
         ordinary: whole, dense and real gradients made outside of inference mode, none of them
             staged: every rule takes them.
-        verifying: the calls that it serves are to be checked.
         only_group: the one group of an ordinary list that has elements; None for other lists, and
             where calls are checked.
         addresses: those last seen, of distinct gradients.
@@ -87,17 +86,17 @@ class Plan:
     """
 
     groups: tuple[Group, ...]
-    staged: tuple[int, ...]
-    views: tuple[View, ...]
     device: torch.device
     dtype: torch.dtype
-    sparse: tuple[int, ...]
-    pairs: bool
-    empty: bool
-    inference: bool
+    verifying: bool
     requires_grad: bool
+    empty: bool
+    staged: tuple[int, ...] = ()
+    views: tuple[View, ...] = ()
+    sparse: tuple[int, ...] = ()
+    pairs: bool = False
+    inference: bool = False
     ordinary: bool = False
-    verifying: bool = False
     only_group: Group | None = None
     addresses: list[int] | None = None
     n_addresses: int = 0
@@ -157,14 +156,8 @@ def make_plan(
 ) -> NewPlan:
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
-    Args:
-        tensors: at least one.
-        addresses: theirs where they are known.
-        label_of: names the i-th.
-        verifying: calls are to be checked.
-        whole: no other process has a part of them.
-        shards: where gradients differ here, they are of different groups.
-        wide: results are float64 in any case.
+    Of `whole` gradients no other process has a part. Those whose `shards` differ are of different
+    groups. With `wide`, results are float64 in any case.
 
     Raises:
         TypeError: gradients that are no plain floating-point or complex tensors.
@@ -204,7 +197,10 @@ def make_plan(
         shard = None if shards is None else shards[kept[index]]
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
-    _refuse_overlaps([(kept[i], r) for i, r in enumerate(regions) if r is not None], label_of)
+    there = [i for i, region in enumerate(regions) if region is not None]
+    found = find_overlap([region for region in regions if region is not None])
+    if found is not None:
+        raise overlap_error(*(label_of(kept[there[i]]) for i in found))
     n = len(readable)
     groups = []
     for (device, dtype, pairs, _), indices in members.items():
@@ -246,19 +242,8 @@ def make_plan(
 
 def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
     """The plan of a process without gradients, where others have some."""
-    return Plan(
-        groups=(),
-        staged=(),
-        views=(),
-        device=device,
-        dtype=_result_dtype((), wide=wide),
-        sparse=(),
-        pairs=False,
-        empty=True,
-        inference=False,
-        requires_grad=True,
-        verifying=verifying,
-    )
+    dtype = _result_dtype((), wide=wide)
+    return Plan((), device, dtype, verifying, requires_grad=True, empty=True)
 
 
 def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:
@@ -312,18 +297,6 @@ def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
             f"strides {grad.stride()}), so it cannot be scaled in place; expected a gradient "
             "without overlap: replace it by grad.clone()"
         )
-
-
-def _refuse_overlaps(regions: Sequence[tuple[int, Region]], label_of: LabelOf) -> None:
-    """Refuses gradients of which two overlap in memory: one part would be scaled twice.
-
-    Args:
-        regions: indices of gradients, and their memory.
-        label_of: names the gradient at an index.
-    """
-    found = find_overlap([region for _, region in regions])
-    if found is not None:
-        raise overlap_error(*(label_of(regions[i][0]) for i in found))
 
 
 def _refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:

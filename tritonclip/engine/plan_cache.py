@@ -77,14 +77,7 @@ class PlanCache:
         setting: Settings,
         sharding: object = None,
     ) -> Plan | None:
-        """The plan for distinct gradients of a known form; None for others.
-
-        Args:
-            grads: at least one.
-            addresses: theirs.
-            setting: of the call.
-            sharding: how they lie over processes; None for whole gradients.
-        """
+        """The plan for distinct gradients of a known form, at least one; None for others."""
         # At a nested tensor the guards end the process.
         if any(map(_get_is_nested, grads)):
             return None

@@ -22,15 +22,9 @@ class SpectralBatch:
     """The gradients of a group in one call, as :class:`tritonclip.backends.interface.UnitBatch`.
 
     Matrices over the limit are written a stack at a time; vectors, and what is not finite, are then
-    scaled by their 2-norms through the backend of the group. Partial norms are [3, n]: the 2-norm
-    of each gradient, and what its largest singular value is at least and at most.
-
-    Args:
-        batch: the gradients in the hands of their backend.
-        grads: the gradients in their shapes.
-        exempt: whether each has no limit.
-        soft: of the rule.
-        dtype: of results.
+    scaled by their 2-norms through `batch`, the gradients in the hands of their backend. Partial
+    norms are [3, n]: the 2-norm of each gradient, and what its largest singular value is at least
+    and at most. `grads` have their shapes, `exempt` ones no limit; `dtype` is that of results.
     """
 
     def __init__(
@@ -131,9 +125,7 @@ def batches_of(
 ) -> list[SpectralBatch]:
     """The gradients of a list that is not empty, one batch a group, of the class `made`.
 
-    Raises:
-        TypeError: complex and sparse gradients.
-        RuntimeError: `exclude` named parameters that are gone.
+    Raises TypeError for complex and sparse gradients.
     """
     plan = gradients.plan
     assert plan is not None

@@ -24,43 +24,35 @@ if TYPE_CHECKING:
 UNIT_BYTES = 512
 
 
-class Units:
-    """The gradients of one call with their weights, by group.
-
-    Args:
-        gradients: not empty, and made from parameters.
-        rule: by unit.
-
-    Attributes:
-        batches: one a group of the plan.
+def batches_of(gradients: Gradients, rule: Rule) -> list[UnitBatch]:
+    """The gradients of a list with their weights, for a rule by unit: one batch a group.
 
     Raises:
         TypeError: sparse gradients; weights that cannot be read.
         ValueError: weights of another shape than their gradient, or without memory.
         RuntimeError: `exclude` named parameters that are gone.
     """
-
-    def __init__(self, gradients: Gradients, rule: Rule) -> None:
-        plan = gradients.plan
-        assert plan is not None
-        parameters = gradients.owners() if gradients.tensors else []
-        _refuse_sparse(gradients, plan)
-        weights = parameters
-        if not PLAIN.issuperset(map(type, parameters)):
-            weights = list(map(weight_of, parameters))
-        layouts, addresses = _known_layouts(plan, weights), list(map(Tensor.data_ptr, weights))
-        if layouts is None or min(addresses, default=OFFSETS) < OFFSETS:
-            _refuse_weights(gradients, weights)
-        limiting: list[Tensor | None] = [*weights]
-        # A rejected list may be so because its rule cannot be asked.
-        if parameters and rule.excludes:
-            for i in compress(count(), rule.exempt(parameters)):
-                limiting[i], addresses[i] = None, 0
-        self.batches = _bind(gradients, weights, layouts, limiting, addresses)
-
-    def measure(self) -> list[Tensor]:
-        """The partial norms of each group."""
-        return [batch.measure() for batch in self.batches]
+    plan = gradients.plan
+    assert plan is not None
+    parameters = gradients.owners() if gradients.tensors else []
+    if plan.sparse:
+        raise TypeError(
+            "a rule by unit compares each row with its weights, and sparse gradients "
+            f"({gradients.labels(plan.sparse)}) have some of the rows only; expected dense ones: "
+            "make the embedding with sparse=False, or set need_clip = False on its weight"
+        )
+    weights = parameters
+    if not PLAIN.issuperset(map(type, parameters)):
+        weights = list(map(weight_of, parameters))
+    layouts, addresses = _known_layouts(plan, weights), list(map(Tensor.data_ptr, weights))
+    if layouts is None or min(addresses, default=OFFSETS) < OFFSETS:
+        _refuse_weights(gradients, weights)
+    limiting: list[Tensor | None] = [*weights]
+    # A rejected list may be so because its rule cannot be asked.
+    if parameters and rule.excludes:
+        for i in compress(count(), rule.exempt(parameters)):
+            limiting[i], addresses[i] = None, 0
+    return _bind(gradients, weights, layouts, limiting, addresses)
 
 
 def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[UnitLayout] | None:
@@ -78,12 +70,8 @@ def _bind(
 ) -> list[UnitBatch]:
     """The gradients and weights of each group, in the hands of its backend.
 
-    Args:
-        gradients: the list.
-        weights: of all gradients.
-        layouts: of the groups; None for new ones, which a plan for several calls keeps.
-        limiting: weights, or None.
-        addresses: theirs, or 0.
+    Without layouts, new ones are made, which a plan for several calls keeps. `limiting` has the
+    weights, or None for no limit, and `addresses` theirs, or 0.
     """
     plan, grads, at = gradients.plan, gradients.dense(), gradients.addresses
     assert plan is not None
@@ -107,8 +95,7 @@ def _bind(
 def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     """The 2-norm of each slice along the first dimension, 1-d in the wide dtype, for each gradient.
 
-    Args:
-        gradients: not empty, of two dimensions or more; no parameters are asked for.
+    Gradients have two dimensions or more; no parameters are asked for.
     """
     plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
@@ -125,15 +112,6 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
 def weight_of(parameter: Tensor) -> Tensor:
     """A parameter, or the local tensor of a DTensor."""
     return parameter if type(parameter) in PLAIN else getattr(parameter, "_local_tensor", parameter)
-
-
-def _refuse_sparse(gradients: Gradients, plan: Plan) -> None:
-    if plan.sparse:
-        raise TypeError(
-            "a rule by unit compares each row with its weights, and sparse gradients "
-            f"({gradients.labels(plan.sparse)}) have some of the rows only; expected dense ones: "
-            "make the embedding with sparse=False, or set need_clip = False on its weight"
-        )
 
 
 def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:

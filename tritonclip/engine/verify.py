@@ -19,12 +19,13 @@ from tritonclip.backends import operators, singular_values
 from tritonclip.backends.choose import torch_layout
 from tritonclip.backends.operators import as_scalar, as_tensor, wide_dtype
 from tritonclip.engine import norms as engine
+from tritonclip.engine import units
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
 from tritonclip.engine.spectra import SpectralBatch, batches_of
-from tritonclip.engine.units import Units, norms_by_unit
+from tritonclip.engine.units import norms_by_unit
 from tritonclip.rules import BoundRule, ClipState, Norm, Rule
 from tritonclip.rules.rule import Measured
 from tritonclip.settings import use_backend
@@ -63,11 +64,7 @@ class VerificationError(RuntimeError):
 
 
 class Reference:
-    """The gradients of a list before a call, in float64, for the plain torch backend.
-
-    Args:
-        gradients: not empty, and not written yet.
-    """
+    """The gradients of a list before a call, in float64, for the plain torch backend."""
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
@@ -87,16 +84,10 @@ class Reference:
         zero_nonfinite: bool,
         keeps_scale: bool,
     ) -> None:
-        """Compares gradients that were clipped, and their norms.
+        """Compares gradients that `write` clipped, and their norms.
 
-        Args:
-            write: that clipped them.
-            rule: its rule.
-            grad_scale: the loss scale that the gradients carried.
-            measured: the norms by which they were clipped, where these were measured.
-            result: the norms before clipping.
-            zero_nonfinite: whether gradients became zeros where a norm is not finite.
-            keeps_scale: whether gradients still carry the loss scale.
+        `measured` are the norms by which they were clipped, where these were measured, and `result`
+        those before clipping. All other arguments are those that `write` had.
         """
         if not self._before:
             return
@@ -126,11 +117,7 @@ class Reference:
     def _untouched(self, write: Write, rule: Rule, norms: Norms, twin: Gradients) -> list[bool]:
         """Which gradients a call must not write, also if its norms are a little larger.
 
-        Args:
-            write: clips a list.
-            rule: to clip by.
-            norms: of the copy.
-            twin: the copy, which is as it was in the end.
+        `norms` are of the copy `twin`, which is as it was in the end.
         """
         # Asked for norms as they are.
         rule.limit(norms)
@@ -242,12 +229,9 @@ class Reference:
         exact: Sequence[bool],
         slack: Iterable[float | Tensor],
     ) -> None:
-        """Compares all gradients.
+        """Compares all gradients with what they should be: where `exact`, in every bit.
 
-        Args:
-            expected: what they should be, but for rounding.
-            exact: which must be so in every bit.
-            slack: what elements of the others may differ by beside rounding.
+        Others may differ by rounding, and by the `slack` of their elements.
         """
         mismatches: list[str] = []
         for index, (right, is_exact, error) in enumerate(zip(expected, exact, slack, strict=True)):
@@ -283,14 +267,10 @@ class _RoundedLimit(BoundRule):
 
 
 def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -> Norms:
-    """Norms of a copy, as the call has measured them of the gradients.
+    """Norms of the copy `twin`, as the call has measured them of the gradients.
 
-    Args:
-        twin: the copy.
-        rule: that the call clips by.
-        measured: those of the call; if they are checked, they are taken as they are, as other
-            processes have parts of them.
-        dtype: of the results of the call, beyond whose range a norm is inf.
+    Checked ones are taken as they are, as other processes have parts of them. Beyond the range of
+    `dtype`, that of the results of the call, a norm is inf.
     """
     plan, scale = twin.plan, measured.grad_scale
     assert plan is not None
@@ -298,7 +278,7 @@ def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -
     if rule.spectral:
         batches = [*batches_of(twin, rule, ExactSpectralBatch)]
         partials = [batch.measure() for batch in batches]
-        return Norms(batches, partials, rule.norm_type, True, scale, twin)
+        return Norms(batches, partials, rule.norm_type, True, scale, twin, plan)
     if rule.per_unit and not measured.is_checked:
         return engine.measure_by(twin, rule, scale)
     norms = measured
@@ -313,14 +293,14 @@ def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -
         for group in plan.groups
     ]
     if rule.per_unit:
-        batches = [*Units(twin, rule).batches]
+        batches = [*units.batches_of(twin, rule)]
         partials = [
             batch.with_whole(batch.measure(), norms_each, _weight_norms(twin, group, norms_each))
             for batch, norms_each, group in zip(batches, partials, plan.groups, strict=True)
         ]
     else:
         batches = [group.layout.bind(*twin.of_group(group.indices)) for group in plan.groups]
-    return replace(norms, batches=batches, partials=partials, gradients=twin)
+    return replace(norms, batches=batches, partials=partials, gradients=twin, plan=plan)
 
 
 def _weight_norms(twin: Gradients, group: Group, like: Tensor) -> Tensor:

@@ -251,15 +251,9 @@ class FlatGradients:
 
 
 def list_of(views: Views, processes: Processes | None, *, per_gradient: bool) -> Gradients:
-    """A gradient list with its plan.
+    """A gradient list with its plan, of buffers or, `per_gradient`, of gradients as flat tensors.
 
-    Args:
-        views: of the buffers.
-        processes: that the gradients are spread over.
-        per_gradient: the gradients, as flat tensors, in place of the buffers.
-
-    Raises:
-        ValueError: `copies`, because buffers hold many parameters.
+    ValueError for `copies`, because buffers hold many parameters.
     """
     tensors = views.flat() if per_gradient else list(views.buffers)
     label_of = [slot.label for slot in views.slots].__getitem__

@@ -94,7 +94,8 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> Views:
     slots: dict[int, Slot] = {}
     for (device, dtype), members in kinds.items():
         offset = 0
-        for position in sorted(members, key=lambda i: _is_ragged(named[i][1])):
+        sizes = {i: named[i][1].numel() * named[i][1].element_size() for i in members}
+        for position in sorted(members, key=lambda i: sizes[i] % _VECTOR != 0):
             label, parameter = named[position]
             slots[position] = Slot(
                 label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
@@ -103,10 +104,6 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> Views:
         # Never inference tensors, which no backward could add to.
         buffers.append(outside_inference(torch.zeros)(offset, dtype=dtype, device=device))
     return Views(tuple(buffers), [slots[position] for position in range(len(named))])
-
-
-def _is_ragged(parameter: Tensor) -> bool:
-    return parameter.numel() * parameter.element_size() % _VECTOR != 0
 
 
 def _stride(parameter: Tensor) -> tuple[int, ...]:
@@ -118,12 +115,7 @@ def _stride(parameter: Tensor) -> tuple[int, ...]:
 
 def is_wanted(parameter: Tensor) -> bool:
     """Whether a parameter's gradient is to be held."""
-    return parameter.requires_grad and is_clipped(parameter)
-
-
-def is_clipped(parameter: Tensor) -> bool:
-    """Whether a parameter's gradient, if it has one, is to be clipped."""
-    return needs_clip(parameter)
+    return parameter.requires_grad and needs_clip(parameter)
 
 
 def is_same(grad: Tensor | None, view: Tensor) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
+from tritonclip.engine.arguments import needs_clip
+from tritonclip.flat.layout import Views, is_same, is_wanted
 from tritonclip.messages import join_names
 
 # Addresses compared at every call beside the first and the last.
@@ -19,18 +20,15 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class ViewWatch:
-    """Looks for views that are gone or were replaced.
+    """Looks for views that are gone or were replaced, and for parameters left out that are trained.
 
-    Args:
-        named: parameters, all of which have their views as gradients.
-        left_out: parameters that are not held.
-        views: of the parameters, in order.
+    All parameters `named` have their views, in order, as gradients.
     """
 
     def __init__(self, named: Named, left_out: Named, views: Views) -> None:
         self._named, self._left_out, self._views = named, left_out, views
         # Those that are not frozen get a gradient from backward all the same.
-        self._unclipped = [parameter for _, parameter in left_out if not is_clipped(parameter)]
+        self._unclipped = [parameter for _, parameter in left_out if not needs_clip(parameter)]
         self._turn = 0
         firsts = {slot.buffer: at for at, slot in reversed(list(enumerate(views.slots)))}
         # The first of each buffer, which moves as a whole, and the last of all.
@@ -77,7 +75,7 @@ class ViewWatch:
                 stays = False
                 break
             if not getattr(parameter, "need_clip", True):
-                self._refuse_all_but(is_clipped)
+                self._refuse_all_but(needs_clip)
         if n_left_out:
             start = first % n_left_out
             _refuse_wanted(self._left_out[start : start + _COMPARED])
@@ -91,9 +89,8 @@ class ViewWatch:
     def check_all(self) -> None:
         """Compares the gradient of every parameter with its view.
 
-        Raises:
-            RuntimeError: names the parameters whose gradient is no longer a view; that were frozen
-                or got `need_clip = False` later, or lost it.
+        RuntimeError names the parameters whose gradient is no longer a view; that were frozen or
+        got `need_clip = False` later, or lost it.
         """
         self._check_views()
         self._refuse_all_but(is_wanted)

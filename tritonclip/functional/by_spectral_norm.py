@@ -114,11 +114,11 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
             "clip_by_spectral_norm reads the norms of matrices, and torch.func.vmap has no numbers "
             "for them; expected a call outside: clip_by_spectral_norm(list(batch), c)"
         ) from error
-    # That of a finite matrix may be beyond the range of its dtype.
-    numbers = [
-        _wide_norm(x) if norm == math.inf and singular_values.is_matrix(x) else norm
-        for x, norm in zip(values, numbers, strict=True)
-    ]
+    for i, x in enumerate(values):
+        if numbers[i] == math.inf and singular_values.is_matrix(x):
+            # That of a finite matrix may be beyond the range of its dtype.
+            norm = torch.linalg.vector_norm(x.detach(), dtype=wide_dtype(x.device))
+            numbers[i] = float(norm)
     # One norm tells all of a vector, of what is not finite, and of what any limit leaves or zeroes.
     bounds = [
         (0.0, n if is_limit and math.isfinite(n) and singular_values.is_matrix(x) else math.nan)
@@ -134,11 +134,6 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
     made = dict(zip(by_norm, vectors, strict=True))
     made.update(singular_values.clipped(values, bounds, limit, soft=soft))
     return [made[i] if i in made else x.clone() for i, x in enumerate(values)]
-
-
-def _wide_norm(x: Tensor) -> float:
-    """The 2-norm of a tensor in the wide dtype."""
-    return float(torch.linalg.vector_norm(x.detach(), dtype=wide_dtype(x.device)))
 
 
 def _refuse(tensors: list[Tensor]) -> None:

@@ -27,9 +27,7 @@ _PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 def introduce(exchange: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)) -> None:
     """Tells the loops of PyTorch.
 
-    Args:
-        exchange: DLPack's functions for C, by which a tensor takes 0.1 us to read; None to read its
-            attributes, which takes 0.3 us.
+    By DLPack's functions for C, `exchange`, a tensor takes 0.1 us to read; by its attributes 0.3.
     """
     loops.register_torch(
         Tensor,
@@ -69,14 +67,10 @@ def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
 
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
-    """New tensors, scaled to a limit of the norm of all, and that norm.
+    """New tensors, scaled to a limit of the norm of all, and that norm, which may be known.
 
-    None where the loops cannot serve the leaves, or a number is none.
-
-    Args:
-        leaves: a tensor, or a list of tensors and None; others are none that they serve.
-        limit: a number.
-        norm: a number where it is known.
+    None where the loops cannot serve the leaves, a tensor or a list of tensors and None, or a
+    number is none.
     """
     return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
 
@@ -86,12 +80,8 @@ def clipped_each(
 ) -> tuple[Any, list[float]] | None:
     """New tensors, each scaled to a limit of its norm, and the norms; None as for `clipped`.
 
-    Args:
-        leaves: as for `clipped`.
-        limit: of norms that are divided by the number of elements to a power; a number, or a
-            checked one for each.
-        norm_type: p of the p-norm.
-        power: 0, 0.5 or 1.
+    The limit is of norms divided by the number of elements to a power of 0, 0.5 or 1: a number, or
+    a checked one for each.
     """
     if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
         return None
@@ -113,8 +103,7 @@ def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
 def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
     """The 2-norm of each row, float64[n_tensors, n_rows]; None where the loops cannot serve.
 
-    Args:
-        tensors: as many rows in each; at least one.
+    There is a tensor at least, and as many rows in each.
     """
     dtype, n = tensors[0].dtype, len(tensors[0])
     if not serve() or dtype not in CODES:

@@ -19,14 +19,7 @@ from tritonclip.rules.arguments import as_limit, local_number
 def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) -> float | Tensor:
     """A limit as a number, or a floating-point tensor, which is checked where it can be read.
 
-    Args:
-        name: of the argument, for messages.
-        value: handed over by the user.
-        may_be_nan: a tensor may be, as a measured norm may.
-
-    Raises:
-        TypeError: neither a number nor a floating-point tensor.
-        ValueError: negative or NaN.
+    TypeError for anything else, ValueError for a negative one, and for NaN, unless it `may_be_nan`.
     """
     if not isinstance(value, Tensor):
         return as_limit(name, value)
@@ -52,17 +45,13 @@ def coefficients_of(
 ) -> list[Coefficient]:
     """min(1, limit / norm) for each norm: numbers where the host knows all, else in the wide dtype.
 
-    Args:
-        norms: in the wide dtype, 0-d or 1-d.
-        limits: one for all norms, or one for each: numbers or one-element tensors.
-        dtype: of the arithmetic; limits are rounded to it first.
-        name: of the limits, for messages.
-
-    Raises:
-        ValueError: a limit with several elements.
+    Norms are in the wide dtype, 0-d or 1-d. There is one limit for all, or one for each, which is
+    rounded to `dtype`; ValueError, with its `name`, for one of several elements.
     """
     numbers = [limit for limit in limits if not isinstance(limit, Tensor)]
-    if len(numbers) == len(limits) and _host_knows(norms):
+    # Norms that the host reads at no cost, and that nothing differentiates.
+    are_read = is_readable([norms]) and not norms.requires_grad
+    if len(numbers) == len(limits) and are_read and choose.host_decides(norms.device):
         norm_numbers = norms.reshape(-1).tolist()
         each = numbers * (len(norm_numbers) if len(numbers) == 1 else 1)
         return [_number(*pair, dtype) for pair in zip(norm_numbers, each, strict=True)]
@@ -79,11 +68,6 @@ def coefficient_over(norms: Tensor, limit: float | Tensor, dtype: torch.dtype, n
     if not fits:
         bound = one_element(name, bound, ", or one that broadcasts to the norms over dim")
     return coefficient_of(norms, bound)
-
-
-def _host_knows(norms: Tensor) -> bool:
-    """Whether the host can read norms at no cost, and nothing differentiates them."""
-    return is_readable([norms]) and not norms.requires_grad and choose.host_decides(norms.device)
 
 
 def _number(norm: float, limit: float, dtype: torch.dtype) -> float:

@@ -34,11 +34,7 @@ def clip(
 ) -> tuple[list[Tensor], Tensor]:
     """Tensors clipped by the norm of all, or each by its own; and the norms in the wide dtype.
 
-    Args:
-        tensors: at least one.
-        limits: one for all norms, or one for each.
-        name: of the limits, for messages.
-        each: each tensor is clipped by its own norm.
+    There is one limit for all, or one for each; `name` is theirs in messages.
     """
     *clipped, norms = _Clip.apply(limits, name, each, *tensors)  # type: ignore[no-untyped-call]
     return clipped, norms

@@ -86,10 +86,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
 def norm_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """The norm over all tensors, 0-d in the wide dtype of the first one's device.
 
-    Args:
-        tensors: at least one.
-        norm_type: p of the p-norm.
-        dtype: of the result in the end, beyond whose range a norm is inf.
+    Beyond the range of `dtype`, that of the result in the end, it is inf.
     """
     device = tensors[0].device
     norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.checks import POLICIES, unknown_policy
+from tritonclip.engine.checks import check_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.coefficients import (
@@ -212,12 +212,9 @@ def clip_per_example(
 
 
 class _Batch:
-    """The gradients of a tensor for all examples, in the order that memory has them.
+    """The gradients of a tensor for all examples, `[B, ...]`, in the order that memory has them.
 
-    Args:
-        x: `[B, ...]`.
-        n: B.
-        fast: memory may be read, and nothing has to be recorded.
+    It is `fast` where memory may be read, and nothing has to be recorded.
 
     Attributes:
         pages: reals `[B, length]`; or `[n_pages, B, length]` where examples are not one after the
@@ -392,8 +389,7 @@ def _count_examples(tree: Tree) -> int:
 
 def _check_options(reduce: object, nonfinite: object, n: int) -> None:
     """ValueError for options that are none, and for the mean of no example."""
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
+    check_policy(nonfinite)
     if reduce not in ("sum", "mean"):
         raise ValueError(f"reduce must be 'sum' or 'mean', got {reduce!r}")
     if reduce == "mean" and n == 0:

@@ -20,12 +20,9 @@ Coefficient = float | Tensor
 
 
 def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
-    """New tensors, each times its coefficient.
+    """New tensors, each times its coefficient, or all times one.
 
-    Args:
-        tensors: of any dtypes and devices.
-        coefficients: one for each tensor, or one for all: numbers, or tensors in a wide dtype, 0-d
-            or of as many dimensions as the tensor.
+    A coefficient is a number, or in a wide dtype, 0-d or of as many dimensions as the tensor.
     """
     numbers = [c for c in coefficients if not isinstance(c, Tensor)]
     if len(numbers) == len(coefficients):
@@ -35,8 +32,6 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
     if any(dtype.is_complex for dtype in {x.dtype for x in tensors}):
         return _scaled_pairs(tensors, coefficients)
     if is_readable(tensors) and not needs_grad(tensors):
-        if len(numbers) == len(coefficients):
-            return _multiples(tensors, numbers)
         (c, *others) = coefficients
         if not others and isinstance(c, Tensor) and c.dim() == 0 and not needs_grad([c]):
             return _products_of_all(tensors, c)
@@ -120,17 +115,6 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
         for i, product in zip(indices, scaled_group, strict=True):
             products[i] = product
     return products
-
-
-def _multiples(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
-    """Tensors times a number for each, or one for all."""
-    number = numbers[0] if len(numbers) == 1 else None
-    if not _takes_foreach(tensors):
-        factors = numbers if number is None else [number] * len(tensors)
-        return [_times(x, factor) for x, factor in zip(tensors, factors, strict=True)]
-    if number is None:
-        return list(torch._foreach_mul(list(tensors), numbers))
-    return list(torch._foreach_mul(list(tensors), number))
 
 
 def _takes_foreach(tensors: Sequence[Tensor]) -> bool:

@@ -23,17 +23,14 @@ _Kind = tuple[torch.dtype, torch.layout, bool]
 
 
 class Tree:
-    """The tensors of a nested structure.
+    """The tensors of a nested structure of containers; `name` is that of the argument in messages.
+
+    If it is `ordered`, integers may be among the tensors, and complex ones may not.
 
     Attributes:
         leaves: tensors, None, and what `check` refuses.
         tensors: those among them, once they were checked.
         is_sparse: whether any is, once they were checked.
-
-    Args:
-        tree: a tensor, or tensors and None in nested containers.
-        name: of the argument, for messages.
-        ordered: integers may be among the tensors, and complex ones may not.
     """
 
     is_sparse = False
@@ -45,8 +42,7 @@ class Tree:
     def check(self) -> list[Tensor]:
         """For each tensor the strided one that has its elements: values at distinct indices.
 
-        Raises:
-            TypeError: a leaf that is neither a tensor nor None, or a tensor of another kind.
+        TypeError for a leaf that is neither a tensor nor None, or a tensor of another kind.
         """
         present = [leaf for leaf in self.leaves if leaf is not None]
         # Stand-ins for tensors, while they are traced, are of other classes.

@@ -1,12 +1,10 @@
 """Checks of arguments: numbers, limits, norm types and loss scales."""
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import TypeGuard
-from weakref import WeakSet
 
 import torch
 
@@ -91,8 +89,6 @@ def is_function(value: object) -> TypeGuard[Schedule]:
 
 def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
     """The function itself; TypeError where it cannot be called with a step alone."""
-    if _is_known(schedule):
-        return schedule
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
@@ -105,21 +101,7 @@ def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
             f"{name} as a function takes the step alone; expected a function such as lambda step: "
             f"1.0, got {schedule!r:.80} with the signature {signature}: {error}"
         ) from None
-    # A function without a hash or weak references is checked again each time.
-    with contextlib.suppress(TypeError):
-        _known_schedules.add(schedule)
     return schedule
-
-
-# Checked schedules: a parameter group's rule is made from its schedule at every step.
-_known_schedules: WeakSet[Schedule] = WeakSet()
-
-
-def _is_known(schedule: Schedule) -> bool:
-    try:
-        return schedule in _known_schedules
-    except TypeError:
-        return False
 
 
 def as_fraction(name: str, value: object) -> float:

@@ -191,29 +191,17 @@ class Bounds(dict[torch.dtype, tuple[float, float]]):
         self._low, self._high = low, high
 
     def __missing__(self, dtype: torch.dtype) -> tuple[float, float]:
-        low, high = self._low, self._high
-        if low and high:
-            rounded = _rounded_bounds(low, high, dtype)
-        else:
-            # Not through lru_cache, which takes -0.0 for 0.0.
-            rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
-        self[dtype] = rounded
-        return rounded
+        self[dtype] = bounds = _rounded(self._low, dtype), _rounded(self._high, dtype)
+        return bounds
 
 
-@lru_cache
 def _rounded(bound: float, dtype: torch.dtype) -> float:
-    largest = torch.finfo(dtype).max
-    if math.isinf(bound):
-        # No bound, also for a dtype without inf.
+    # No bound, also for a dtype without inf; and -0.0 stays what it is.
+    if math.isinf(bound) or not bound:
         return bound
+    largest = torch.finfo(dtype).max
     bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
-
-
-@lru_cache
-def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 @rule("ClipByValue(-0.5, 0.5)", {"max_norm": "ClipByValue({value})"}, ["ClipGradByValue"])
@@ -343,9 +331,10 @@ def as_rule(clip: object) -> Rule:
     try:
         return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
     except TypeError:
+        shown = " ".join(f"{clip!r:.80}".split())
         raise TypeError(
             "clip must be a number (the largest global norm) or a rule, such as ClipByGlobalNorm, "
-            f"ClipByNorm and ClipByValue, got {_in_one_line(clip)} of type {type(clip).__name__}"
+            f"ClipByNorm and ClipByValue, got {shown} of type {type(clip).__name__}"
             f"{_remedy(clip)}"
         ) from None
 
@@ -364,7 +353,3 @@ def _remedy(clip: object) -> str:
     if isinstance(clip, str):
         return "; convert text by float()"
     return "; float('inf') measures and clips nothing" if clip is None else ""
-
-
-def _in_one_line(value: object) -> str:
-    return " ".join(f"{value!r:.80}".split())

@@ -1,15 +1,13 @@
-"""Averages, quantiles and moments of norms on the host: in C, or without it in Python."""
+"""Averages, quantiles and moments of norms on the host, in C where `has_extension`."""
 
 from __future__ import annotations
 
-import math
 from array import array
 
 import torch
 from torch import Tensor
 
 try:
-    # A binary of an earlier version lacks some of them.
     from tritonclip.backends._native import (
         advance_averages,
         advance_quantiles,
@@ -38,42 +36,22 @@ def are_windows(rows: Tensor, least: float = 0.0) -> bool:
 
 
 def averages_after(
-    rows: array[float],
-    norms: list[float],
-    share: float,
-    ratio: float,
-    decay: float,
-    warmup: float,
-    max_norm: float,
+    rows: array[float], norms: list[float], share: float, *numbers: float
 ) -> tuple[list[float], array[float]]:
     """The limits of :class:`ClipByOwnHistory`, and the rows after these norms.
 
-    `share` is max_norm over the norm of all, for gradients in their warm-up. A row is the moving
-    average of a gradient, and the number of norms in it.
+    `share` is max_norm over the norm of all, for gradients in their warm-up; then come the numbers
+    of the rule. A row is the moving average of a gradient, and the number of norms in it.
     """
     after = rows[:]
-    if has_extension:
-        address, _ = after.buffer_info()
-        return advance_averages(address, norms, share, ratio, decay, warmup, max_norm), after
-    limits = []
-    for i, (norm, average, n) in enumerate(zip(norms, rows[::2], rows[1::2], strict=True)):
-        if n >= warmup:
-            limit = min(ratio * average, max_norm)
-            moved = decay * average + (1 - decay) * min(norm, limit)
-        else:
-            # For a norm of inf, any finite limit gives the coefficient 0.
-            limit = max_norm if norm == math.inf else norm * share
-            moved = min(average, norm, limit)
-        limits.append(limit)
-        if 0 < norm < math.inf and limit > 0:
-            after[2 * i], after[2 * i + 1] = moved, n + 1
-    return limits, after
+    address, _ = after.buffer_info()
+    return advance_averages(address, norms, share, *numbers), after
 
 
 def quantiles_after(
     rows: array[float], norms: list[float], q: float, window: int, max_norm: float
 ) -> tuple[list[float], array[float]]:
-    """The limits of :class:`ClipByOwnQuantile`, and the rows after these norms; by the extension.
+    """The limits of :class:`ClipByOwnQuantile`, and the rows after these norms.
 
     A row is a window, and the number of norms that entered it.
     """
@@ -84,9 +62,5 @@ def quantiles_after(
 
 def moments_of(numbers: array[float], n: int) -> tuple[float, float]:
     """Mean and sample deviation of the first n numbers, 2 or more."""
-    if has_extension:
-        address, _ = numbers.buffer_info()
-        return mean_and_deviation(address, n)
-    first = tuple(numbers[:n])
-    mean = sum(first) / n
-    return mean, math.dist(first, (mean,) * n) / math.sqrt(n - 1)
+    address, _ = numbers.buffer_info()
+    return mean_and_deviation(address, n)

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import as_count, as_positive
-from tritonclip.rules.host_loops import are_windows, moments_of
 from tritonclip.rules.quantile import entered
 from tritonclip.rules.rule import Adaptive, checked, rule
 
@@ -87,7 +87,7 @@ class Outlier(Adaptive):
 
     def accepts(self, state: Tensor) -> bool:
         """A window of numbers that may enter it."""
-        return are_windows(state, self._below)
+        return host_loops.are_windows(state, self._below)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -95,12 +95,14 @@ class Outlier(Adaptive):
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
-    ) -> tuple[float, array[float]]:
+    ) -> tuple[float | list[float], array[float]]:
         """As `advance`."""
         assert isinstance(norm, float)
+        if not host_loops.has_extension:
+            return Adaptive.advance_on_host(self, state, norm)
         limit, n = math.inf, int(state[-1])
         if n >= self.window // 2:
-            mean, deviation = moments_of(state, min(n, self.window))
+            mean, deviation = host_loops.moments_of(state, min(n, self.window))
             limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
         if self._below < norm < math.inf:
             state = state[:]

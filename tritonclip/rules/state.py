@@ -410,7 +410,7 @@ class BoundRule(Rule):
     _values: Values | None = None
 
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
-        self.rule, self._state, self._numbering = rule, state, numbering
+        self.rule, self.state, self._numbering = rule, state, numbering
         if isinstance(rule, Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
@@ -427,9 +427,7 @@ class BoundRule(Rule):
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
                 self._measured = measured
-                self._limit, self._values = self._state.advance(
-                    self.rule, measured, self._numbering
-                )
+                self._limit, self._values = self.state.advance(self.rule, measured, self._numbering)
             else:
                 self._limit = self.rule.limit(measured)
         return self._limit
@@ -438,11 +436,6 @@ class BoundRule(Rule):
         """As the rule's."""
         low, high = self.rule.interval()
         return low, high
-
-    @property
-    def state(self) -> ClipState:
-        """Between calls."""
-        return self._state
 
     @property
     def keeps_zero(self) -> bool:
@@ -472,7 +465,7 @@ class BoundRule(Rule):
         adaptive = isinstance(self.rule, Adaptive)
         self._list = parameters if adaptive and self.per_gradient else parameters[:1]
         if parameters:
-            self._state.check_list(self._list, len(parameters) if adaptive else None)
+            self.state.check_list(self._list, len(parameters) if adaptive else None)
 
     def onto(self, state: ClipState, numbering: Numbering) -> BoundRule:
         """The same call bound to another state, which has other rows."""
@@ -484,5 +477,5 @@ class BoundRule(Rule):
     def commit(self, left_out: bool | Tensor = False) -> None:
         """Makes the state remember this call; one that was left out is only counted."""
         if self._list:
-            self._state.begin_with(self._list)
-        self._state.commit(self._values, left_out)
+            self.state.begin_with(self._list)
+        self.state.commit(self._values, left_out)
