@@ -4,7 +4,7 @@ Triton's JIT derives at every call how a kernel is specialised to its arguments.
 specialised to types alone: no argument's alignment or value counts. So a kernel is compiled once
 for its types and constants, and the launcher that Triton made for it is called from then on.
 
-A known launch on CUDA derives nothing: a table keeps it as a `Start`, one call of the driver
+A known launch on CUDA derives nothing: `Launches` keep it as a `Start`, one call of the driver
 through `native/kernel.h`, which takes a stream and addresses as integers. It hands over what
 Triton's launcher would. Where a kernel needs anything else, such as memory for scratch, where parts
 of Triton are not those known here, or where there is no extension, Triton's launcher is called.
@@ -14,9 +14,11 @@ import ctypes
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +92,7 @@ def multiprocessors(device: torch.device) -> int:
 # `launch`, but addresses may stand for tensors, and floats for their bits. Returns False where it
 # did not start.
 Start = Callable[..., bool]
+_FLOAT, _INTEGER = Struct("<d"), Struct("<q")
 # The extension `tritonclip.backends._native`, once the backend has one.
 native: Any = None
 
@@ -114,6 +117,53 @@ class Runner(NamedTuple):
         function, metadata = self.compiled.function, self.compiled.metadata
         sizes = programs, 32 * metadata.num_warps, metadata.shared
         return partial(native.launch, native.kernel(driver, function, *sizes, kinds, self.compiled))
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Launches on a device that take the same arguments first, each known from the second time on.
+
+    Attributes:
+        device: of all tensors.
+        arguments: the first ones of each kernel, such as tables.
+        addresses: of these.
+        starts: known launches, by what tells them apart; also of other arguments.
+    """
+
+    device: torch.device
+    arguments: tuple[torch.Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+    starts: dict[Hashable, Start] = field(default_factory=dict)
+
+    def starts_again(self, key: Hashable, *arguments: Any) -> bool:
+        """Launches what was launched under this key before, if it is known.
+
+        Args:
+            key: stands for the kernel, the size of the grid, constants, and the dtypes and absence
+                of arguments.
+            *arguments: the others: tensors, addresses, other integers, floats, None.
+        """
+        start = self.starts.get(key)
+        stream = None if start is None else direct_stream(self.device)
+        if start is None or stream is None:
+            return False
+        return start(stream, *self.addresses, *arguments)
+
+    def launch(
+        self,
+        key: Hashable,
+        kernel: Any,
+        programs: int,
+        occupancy: Occupancy,
+        arguments: Sequence[Any],
+        **constants: Any,
+    ) -> None:
+        """Launches a kernel, as `launch` does, and knows it from then on by the key."""
+        bits = [_INTEGER.unpack(_FLOAT.pack(a))[0] if type(a) is float else a for a in arguments]
+        every = (*self.arguments, *bits)
+        runner = launch(kernel, self.device, programs, occupancy, every, **constants)
+        if runner is not None and key not in self.starts:
+            self.starts[key] = runner.start(programs, len(every))
 
 
 def launch(
@@ -266,3 +316,16 @@ def current_stream(device: torch.device) -> int:
     """The stream of a GPU that is current; in less time than PyTorch's object of it."""
     stream: int = driver.active.get_current_stream(device.index)
     return stream
+
+
+def direct_stream(device: torch.device) -> int | None:
+    """The current stream, if a known launch may start on it; None where only `launch` may launch.
+
+    Known launches start on the current device, and no hook is told of them.
+    """
+    if is_hooked():
+        return None
+    # Of a CPU; its type as a string takes ten times as long.
+    if device.index is None:
+        return 0
+    return current_stream(device) if device.index == torch.cuda.current_device() else None

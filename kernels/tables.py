@@ -9,7 +9,7 @@ one moved; no table is ever changed after its upload, so kernels that still run 
 from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from tritonclip.kernels.access import (
     WARPS,
     Occupancy,
 )
-from tritonclip.kernels.launch import Start, wave
+from tritonclip.kernels.launch import Launches, Start, wave
 
 # Streams whose tables are kept: a table made on one stream is not yet there for another.
 STREAMS = 8
@@ -35,97 +35,52 @@ SPARES = 16
 MOST_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable(Launches):
     """Gradients of one device and dtype, as kernels see them.
 
+    `arguments` are addresses, sizes and first chunks, each int64[n_tensors], and the tensor of each
+    chunk, int32[n_chunks].
+
     Attributes:
-        device: of gradients and tables.
         dtype: of the gradients.
         n_tensors: gradients, empty ones included.
         n_chunks: chunks; an empty gradient has one, of length 0.
-        arguments: addresses, sizes and first chunks, each int64[n_tensors], and the tensor of each
-            chunk, int32[n_chunks].
-        addresses: of the arguments.
         programs: that walk the chunks, one wave at most, by occupancy.
-        starts: known launches on gradients of these sizes, by what tells them apart.
-        stream: that a known launch may start on; None where only `launch.launch` may launch.
     """
 
-    device: torch.device
     dtype: torch.dtype
     n_tensors: int
     n_chunks: int
-    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    addresses: tuple[int, ...]
     programs: dict[Occupancy, int]
-    starts: dict[Hashable, Start] = field(default_factory=dict)
-    stream: int | None = None
-
-    def starts_again(self, key: Hashable, *arguments: Any) -> bool:
-        """Launches what was launched under this key before, if it is known.
-
-        Args:
-            key: stands for the kernel, the size of the grid, constants, and the dtypes and absence
-                of arguments.
-            *arguments: behind those of the table: tensors, addresses, other integers, None.
-        """
-        start = self.starts.get(key)
-        if start is None or self.stream is None:
-            return False
-        # A norm may be asked for later, by a rule of the user's under a stream of its own.
-        if self.device.type == "cuda" and self.stream != launch.current_stream(self.device):
-            return False
-        return start(self.stream, *self.addresses, *arguments)
-
-    def launch(
-        self,
-        key: Hashable,
-        kernel: Any,
-        programs: int,
-        occupancy: Occupancy,
-        arguments: tuple[Any, ...],
-        **constants: Any,
-    ) -> None:
-        """Launches a kernel, as `launch.launch` does, and knows it from then on by the key."""
-        every = (*self.arguments, *arguments)
-        runner = launch.launch(kernel, self.device, programs, occupancy, every, **constants)
-        if runner is not None and key not in self.starts:
-            self.starts[key] = runner.start(programs, len(every))
 
 
-@dataclass(frozen=True, slots=True)
-class UnitTable:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTable(Launches):
     """Gradients and weights of one device, as kernels see them.
 
+    `arguments` are addresses, int64[2, n_tensors], of gradients, then of weights, 0 for one without
+    a limit; forms, int64[n_tensors, 4]: rows, their length, and the places of the first partial
+    norm and of the first unit; pieces, int64[n_pieces, 4]: tensor, first row, number of rows, and
+    chunk within the row.
+
     Attributes:
-        device: of gradients, weights and tables.
         dtype: of the gradients.
         weight_dtype: of the weights.
         n_tensors: gradients.
         n_pieces: pieces; one of no elements for a gradient without any.
         n_norms: partial norms: one a row, or one a chunk of a row.
         n_units: rows.
-        arguments: addresses, int64[2, n_tensors], of gradients, then of weights, 0 for one without
-            a limit; forms, int64[n_tensors, 4]: rows, their length, and the places of the first
-            partial norm and of the first unit; pieces, int64[n_pieces, 4]: tensor, first row,
-            number of rows, and chunk within the row.
-        addresses: of the arguments.
         programs: that walk the pieces, one wave at most, by occupancy.
-        stream: as in `ChunkTable`.
     """
 
-    device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
     n_tensors: int
     n_pieces: int
     n_norms: int
     n_units: int
-    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    addresses: tuple[int, ...]
     programs: dict[Occupancy, int]
-    stream: int | None = None
 
 
 class _Uploaded(NamedTuple):
@@ -152,6 +107,7 @@ class Tables(Generic[_Table]):
         self._device = device
         # By stream; replaced whole: threads may meet.
         self._uploaded: dict[int, _Uploaded] = {}
+        self._starts: dict[Hashable, Start] = {}
 
     def table(self, addresses: list[int]) -> _Table:
         """The table for these addresses, on the current stream.
@@ -162,7 +118,7 @@ class Tables(Generic[_Table]):
         Raises:
             RuntimeError: a CUDA graph is captured, and eager calls left no pinned memory.
         """
-        stream, capturing, direct = _current_stream(self._device)
+        stream, capturing = _current_stream(self._device)
         if pinned_memory.taken and not capturing:
             pinned_memory.refill()
         table: _Table
@@ -174,10 +130,8 @@ class Tables(Generic[_Table]):
             if known.upload is not None and may_query and known.upload.query():
                 self._uploaded[stream] = known._replace(upload=None)
         else:
-            found = self._landed(addresses) if capturing else None
-            if found is None:
-                found = self._upload(addresses, known and known.table, capturing)
-            table = replace(found, stream=stream)
+            landed = self._landed(addresses) if capturing else None
+            table = landed or self._upload(addresses, known and known.table, capturing)
             if not capturing:
                 self._uploaded[stream] = _Uploaded(addresses, table, _recorded(self._device))
                 while len(self._uploaded) > STREAMS:
@@ -187,7 +141,7 @@ class Tables(Generic[_Table]):
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
             # live as long as the process.
             pinned_memory.keep(table.arguments)
-        return table if direct else replace(table, stream=None)
+        return table
 
     def _landed(self, addresses: list[int]) -> Any:
         """A table for these addresses that is there for every stream; or None."""
@@ -199,7 +153,7 @@ class Tables(Generic[_Table]):
     def _upload(self, addresses: list[int], known: Any, capturing: bool) -> Any:
         """Makes all tables, or only that of pointers where those of other gradients are known."""
         if known is None:
-            return self._lay_out(addresses, capturing)
+            return replace(self._lay_out(addresses, capturing), starts=self._starts)
         pointers = upload(on_cpu(addresses), self._device, capturing)
         return replace(
             known,
@@ -224,11 +178,9 @@ class ChunkTables(Tables[ChunkTable]):
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         super().__init__(device)
         self._dtype, self._sizes = dtype, sizes
-        self._starts: dict[Hashable, Start] = {}
 
     def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
-        table = lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
-        return replace(table, starts=self._starts)
+        return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
 
 
 class UnitTables(Tables[UnitTable]):
@@ -392,19 +344,16 @@ def _pinned(n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _current_stream(device: torch.device) -> tuple[int, bool, bool]:
-    """The current stream, whether a CUDA graph is captured on it, and whether to launch directly.
-
-    Known launches start on the current device, and no hook is told of them.
-    """
-    if device.type != "cuda":
-        return 0, False, not launch.is_hooked()
+def _current_stream(device: torch.device) -> tuple[int, bool]:
+    """The current stream, and whether a CUDA graph is captured on it."""
+    if device.index is None:
+        return 0, False
     stream = launch.current_stream(device)
     if device.index == torch.cuda.current_device():
-        return stream, torch.cuda.is_current_stream_capturing(), not launch.is_hooked()
+        return stream, torch.cuda.is_current_stream_capturing()
     # Which asks only the current stream of the current device.
     with torch.cuda.device(device):
-        return stream, torch.cuda.is_current_stream_capturing(), False
+        return stream, torch.cuda.is_current_stream_capturing()
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:

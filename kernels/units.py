@@ -116,6 +116,7 @@ def unit_norms_kernel(
     norms_ptr,
     n_tensors: tl.int32,
     n_pieces: tl.int32,
+    first_side: tl.int32,
     n_sides: tl.int32,
     n_norms: tl.int64,
     DTYPE: tl.constexpr,
@@ -131,16 +132,17 @@ def unit_norms_kernel(
 ):
     """One program measures the pieces program_id, program_id + grid, ... of one side after another.
 
-    A side is all gradients, or all weights. addresses_ptr: int64[n_sides, n_tensors]; forms_ptr:
-    int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4]; norms_ptr: float64[n_sides, n_norms], inf
-    where there is no address.
+    Side 0 is all gradients, side 1 all weights. addresses_ptr: int64[2, n_tensors]; forms_ptr:
+    int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4]; norms_ptr: float64[2, n_norms], inf where
+    there is no address.
     """
     ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
 
     for at in range(tl.program_id(0), n_pieces * n_sides, tl.num_programs(0)):
-        side = at // n_pieces
-        tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, at - side * n_pieces)
+        turn = at // n_pieces
+        tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, at - turn * n_pieces)
+        side = first_side + turn
         address = tl.load(addresses_ptr + side * n_tensors + tensor)
         first = first_norm_of(forms_ptr, tensor)
 

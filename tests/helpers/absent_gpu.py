@@ -44,7 +44,7 @@ def kernel_module(name: str) -> ModuleType:
 @contextmanager
 def replaced_launch(launch: Callable[..., Any]) -> Iterator[None]:
     """Replaces the function that launches kernels, which then launches known ones too."""
-    unknown = patch.object(kernel_module("tables").ChunkTable, "starts_again", lambda *_: False)
+    unknown = patch.object(kernel_module("launch").Launches, "starts_again", lambda *_: False)
     with patch.object(kernel_module("launch"), "launch", launch), unknown:
         yield
 

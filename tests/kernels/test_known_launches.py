@@ -12,7 +12,7 @@ import shutil
 import struct
 import sys
 import weakref
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +26,15 @@ triton = pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
 from helpers.absent_gpu import absent_gpu  # noqa: E402
 from tritonclip.backends.interface import Clip  # noqa: E402
-from tritonclip.backends.triton import TritonBatch  # noqa: E402
+from tritonclip.backends.triton import (  # noqa: E402
+    TritonBatch,
+    advance,
+    advance_each,
+    launches_on,
+)
+from tritonclip.backends.triton_units import TritonUnitLayout  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
-from tritonclip.kernels.tables import ChunkTable, lay_out  # noqa: E402
+from tritonclip.kernels.tables import lay_out  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(loops is None, reason="the extension is not built"),
@@ -270,7 +276,7 @@ class Started:
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """Names of the kernels that go through `launch.launch`, which all can start again."""
+    """Names of the kernels that go through `launch.launch`, and what starts again, on stream 9."""
     seen, started = [], Started()
 
     def launched(kernel, device, programs, occupancy, arguments, **constants):
@@ -279,55 +285,90 @@ def by_triton(monkeypatch):
 
     monkeypatch.setattr(launch, "launch", launched)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    return seen, started
+    monkeypatch.setattr(launch, "direct_stream", lambda device: 9)
+    launches_on.cache_clear()
+    yield seen, started
+    launches_on.cache_clear()
 
 
-def batch_of(stream: int | None) -> TritonBatch:
-    table = lay_out(torch.device("cpu"), torch.float32, [20000, 3], [16, 32])
-    return TritonBatch([], replace(table, stream=stream), torch.float32)
+class Batches:
+    """A batch of gradients, one of units, and the state of an adaptive rule."""
+
+    def __init__(self) -> None:
+        self.table = lay_out(torch.device("cpu"), torch.float32, [20000, 3], [16, 32])
+        self.gradients = TritonBatch([], self.table, torch.float32)
+        row = torch.ones(64, 512)
+        self.layout = TritonUnitLayout([row], [row], torch.float32)
+        self.units = self.layout.bind([row], [row], [16, 32])
+        half = TritonUnitLayout([row], [row.half()], torch.float32)
+        self.mixed = half.bind([row], [row.half()], [16, 32])
+        self.state = torch.zeros(4, 2, dtype=torch.float64)
+        self.norms = torch.ones(4)
+
+    def clip_units(self, units: Any, *numbers: Any) -> None:
+        units.scale_each_(units.measure(), Clip(2.0, 1e-3, *numbers))
+
+    def advance(self, rule: str, grad_scale: Any = 1.0) -> None:
+        state, dtype = self.state.flatten(), torch.float32
+        advance(rule, (1.0,) * 4, state, state, self.norms, dtype, 2.0, grad_scale)
+
+    def advance_each(self, rows: torch.Tensor | None) -> None:
+        advance_each((1.0,) * 4, self.state, self.state, rows, self.norms)
 
 
-CALLS = {
-    "clamp": (1, lambda batch: batch.clamp_(-1.0, 1.0, 1.0)),
-    "clamp, scaled": (1, lambda batch: batch.clamp_(-1.0, 1.0, torch.tensor(2.0))),
-    "clip": (2, lambda batch: batch.clip_(2.0, 1e-6, 1.0, 1.0)),
-    "clip, scaled": (2, lambda batch: batch.clip_(2.0, 1e-6, 1.0, torch.tensor(2.0))),
+CALLS: dict[str, tuple[int, Callable[[Batches], Any]]] = {
+    "clamp": (1, lambda on: on.gradients.clamp_(-1.0, 1.0, 1.0)),
+    "clamp, scaled": (1, lambda on: on.gradients.clamp_(-1.0, 1.0, torch.tensor(2.0))),
+    "clip": (2, lambda on: on.gradients.clip_(2.0, 1e-6, 1.0, 1.0)),
+    "clip, scaled": (2, lambda on: on.gradients.clip_(2.0, 1e-6, 1.0, torch.tensor(2.0))),
     "each": (
         2,
-        lambda batch: batch.scale_each_(batch.norm(2.0, per_gradient=True), Clip(2.0, 0, 1.0, 1.0)),
+        lambda on: on.gradients.scale_each_(
+            on.gradients.norm(2.0, per_gradient=True), Clip(2.0, 0, 1.0, 1.0)
+        ),
     ),
+    "units": (2, lambda on: on.clip_units(on.units, 0.1, 1.0)),
+    "units, scaled": (2, lambda on: on.clip_units(on.units, torch.ones(1), torch.tensor(2.0))),
+    "units, weights of another dtype": (3, lambda on: on.clip_units(on.mixed, 0.1, 1.0)),
+    "z-score": (1, lambda on: on.advance("zscore")),
+    "quantile, scaled": (1, lambda on: on.advance("quantile", torch.tensor(2.0))),
+    "own history": (1, lambda on: on.advance_each(None)),
+    "own history of rows": (1, lambda on: on.advance_each(torch.arange(4))),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_launch_is_known_from_the_second_call_on(by_triton, call):
     seen, started = by_triton
-    batch, (n, run) = batch_of(9), CALLS[call]
+    on, (n, run) = Batches(), CALLS[call]
     for _ in range(3):
-        run(batch)
+        run(on)
     assert len(seen) == n
     assert [arguments[0] for arguments in started.seen] == [9] * 2 * n
-    tables = batch._table.addresses
-    assert all(arguments[1:5] == tables for arguments in started.seen)
+    tables = on.units._table if "units" in call else on.table
+    tables = on.mixed._table if "another" in call else tables
+    given = tables.addresses if n > 1 or "clamp" in call else ()
+    assert all(arguments[1 : 1 + len(given)] == given for arguments in started.seen)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_known_launch_that_does_not_start_goes_triton_s_way(by_triton, call):
     seen, started = by_triton
-    batch, (n, run) = batch_of(9), CALLS[call]
-    run(batch)
+    on, (n, run) = Batches(), CALLS[call]
+    run(on)
     started.starting = False
-    run(batch)
+    run(on)
     assert len(seen) == 2 * n
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_without_a_stream_every_launch_goes_triton_s_way(by_triton, call):
-    """On another device than the current one, and where hooks are told of launches."""
+def test_where_hooks_are_told_every_launch_goes_triton_s_way(by_triton, monkeypatch, call):
+    """So it does on another device than the current one."""
     seen, started = by_triton
-    batch, (n, run) = batch_of(None), CALLS[call]
+    monkeypatch.setattr(launch, "direct_stream", lambda device: None)
+    on, (n, run) = Batches(), CALLS[call]
     for _ in range(2):
-        run(batch)
+        run(on)
     assert len(seen) == 2 * n
     assert started.seen == []
 
@@ -335,8 +376,9 @@ def test_without_a_stream_every_launch_goes_triton_s_way(by_triton, call):
 def test_other_forms_of_a_launch_are_not_known(by_triton):
     """Each stands for another binary, or another grid."""
     seen, started = by_triton
-    batch, number = batch_of(9), torch.tensor(2.0)
-    norms = torch.empty(3, dtype=torch.float64)
+    on, number, flag = Batches(), torch.tensor(2.0), torch.tensor(True)
+    batch, units, rows = on.gradients, on.units, torch.arange(4)
+    norms, of_units = torch.empty(3).double(), torch.empty(2, 64).double()
     forms = [
         lambda: batch.norm(2.0, per_gradient=False),
         lambda: batch.norm(2.0, per_gradient=True),
@@ -355,12 +397,32 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
                 Clip(2.0, 0.0, 1.0, number),
                 Clip(2.0, 0.0, number.double(), 1.0),
                 Clip(2.0, 0.0, 1.0, number.double()),
-                Clip(2.0, 0.0, 1.0, 1.0, torch.tensor(True) if of == batch.scale_each_ else True),
+                Clip(2.0, 0.0, 1.0, 1.0, flag if of == batch.scale_each_ else True),
             )
         ),
         lambda: batch.total_each(norms, 2.0, 1.0),
         lambda: batch.norms_each(norms, 2.0),
         lambda: batch.scale_(norms.float(), Clip(2.0, 0.0, 1.0, 1.0)),
+        units.measure,
+        *(
+            lambda clip=clip: units.scale_each_(of_units, clip)
+            for clip in (
+                Clip(2.0, 0.0, 1.0, 1.0),
+                Clip(2.0, 0.0, number, 1.0),
+                Clip(2.0, 0.0, 1.0, number),
+                Clip(2.0, 0.0, number.double(), 1.0),
+                Clip(2.0, 0.0, 1.0, number.double()),
+                Clip(2.0, 0.0, 1.0, 1.0, flag),
+            )
+        ),
+        lambda: units.total_each(of_units, 2.0, 1.0),
+        lambda: units.norms_each(of_units),
+        lambda: on.advance("zscore"),
+        lambda: on.advance("quantile"),
+        lambda: on.advance("zscore", number),
+        lambda: on.advance("zscore", number.double()),
+        lambda: on.advance_each(None),
+        lambda: on.advance_each(rows),
     ]
     for form in forms:
         form()
@@ -373,19 +435,19 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
 
 @pytest.mark.parametrize("numbers", [(-1, 1.0, 1.0), (-1.0, 1, 1.0), (-1.0, 1.0, 1)], ids=str)
 def test_integers_are_not_taken_for_the_bits_of_floats(by_triton, numbers):
-    batch = batch_of(9)
+    batch = Batches().gradients
     batch.clamp_(-1.0, 1.0, 1.0)
     batch.clamp_(*numbers)
-    bits = struct.unpack("<3q", struct.pack("<3d", *numbers))
-    assert all(arguments[-3:] == bits for arguments in by_triton[1].seen)
+    ((*_, low, high, scale),) = by_triton[1].seen
+    assert (low, high, scale) == numbers
+    assert type(low) is type(high) is type(scale) is float
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_leave_no_stream_to_known_launches(monkeypatch, name):
-    tables = lay_out.__globals__
-    assert tables["_current_stream"](torch.device("cpu")) == (0, False, True)
+    assert launch.direct_stream(torch.device("cpu")) == 0
     monkeypatch.setattr(triton.knobs.runtime, name, lambda metadata: None)
-    assert tables["_current_stream"](torch.device("cpu")) == (0, False, False)
+    assert launch.direct_stream(torch.device("cpu")) is None
 
 
 @pytest.mark.codegen
@@ -400,27 +462,20 @@ def test_launches_on_an_absent_driver_are_triton_s(monkeypatch):
         return real(*arguments, **constants)
 
     with absent_gpu(90):
-        batch, real = batch_of(9), launch.launch
+        batch, real = Batches().gradients, launch.launch
         monkeypatch.setattr(launch, "launch", counted)
         for _ in range(2):
             batch.clamp_(-1.0, 1.0, 1.0)
     assert len(calls) == (1 if torch.cuda.is_available() else 2)
 
 
-def test_a_known_launch_starts_on_no_stream_but_its_own(monkeypatch):
+def test_a_known_launch_starts_on_the_current_stream_of_the_current_device(monkeypatch):
     """A rule may ask for a norm later, under a stream of its own, to which the results belong."""
     started = []
-    table = ChunkTable(
-        torch.device("cuda", 0), torch.float32, 1, 1, ANY_TABLES, (8,), {}, {"key": launched}, 5
-    )
-    for stream in (5, 6):
+    starts: dict[Any, Any] = {"key": lambda *given: given}
+    own = launch.Launches(torch.device("cuda", 1), (), (8,), starts)
+    for device, stream in ((1, 5), (1, 6), (0, 5)):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
-        started.append(table.starts_again("key", 3))
-    assert started == [(5, 8, 3), False]
-
-
-ANY_TABLES: Any = ()
-
-
-def launched(*arguments: Any) -> Any:
-    return arguments
+        started.append(own.starts_again("key", 3))
+    assert started == [(5, 8, 3), (6, 8, 3), False]

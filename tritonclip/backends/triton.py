@@ -4,8 +4,8 @@ Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from struct import Struct
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.tables import ChunkTable, ChunkTables
 
-_FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
-_NO_POINTERS = None, None, None
+# How a launch of `scale_kernel` is known where limit and loss scale are numbers.
+_NUMBERS = False, True, torch.float64, None, None
 # Kernels import nothing of tritonclip.
 launch.native = native.loops
 
@@ -112,7 +112,7 @@ class TritonBatch:
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
-        table, dtype, key = self._table, self._dtype, ("clip", norm_type, self._dtype)
+        table, dtype, key = self._table, self._dtype, ("scale", norm_type, self._dtype, *_NUMBERS)
         known = table.starts.get(key, launch.refuse) is not launch.refuse
         if known and type(limit) is type(eps) is type(grad_scale) is float:
             programs, n_chunks = table.programs[OCCUPANCY_3X80], table.n_chunks
@@ -138,18 +138,18 @@ class TritonBatch:
 
     def _scale_(self, norms: Tensor, clip: Clip, *, write: bool) -> tuple[Tensor, Tensor]:
         """Norm and coefficient; without `write` no gradient is touched."""
-        table, dtype = self._table, self._dtype
+        table, dtype, erase = self._table, self._dtype, bool(clip.erase)
         # Less host time than views of one allocation.
         total = torch.empty_strided((), (), dtype=dtype, device=table.device)
         coefficient = torch.empty_strided((), (), dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = pack_scalars(
-            clip.limit, clip.eps, clip.grad_scale, table.device
+        limit, most = split(clip.limit, table.device)
+        divisor, scaled = split(clip.grad_scale, table.device)
+        n_chunks = table.n_chunks if write else 0
+        arguments = (
+            *(norms, total, coefficient, limit, divisor),
+            *(n_chunks, norms.numel(), most, float(clip.eps), scaled),
         )
-        erase, n_chunks = bool(clip.erase), table.n_chunks if write else 0
-        key: Hashable = clip.norm_type, erase, write, dtype, *_dtypes(norms, limit, divisor)
-        if key == (clip.norm_type, False, True, dtype, torch.float64, None, None):
-            key = "clip", clip.norm_type, dtype
-        arguments = norms, total, coefficient, limit, divisor, n_chunks, norms.numel(), *bits
+        key = "scale", clip.norm_type, dtype, erase, write, *dtypes_of(norms, limit, divisor)
         if not table.starts_again(key, *arguments):
             table.launch(
                 key,
@@ -171,16 +171,14 @@ class TritonBatch:
         table, dtype = self._table, self._dtype
         totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
         coefficients = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = pack_scalars(
-            clip.limit, clip.eps, clip.grad_scale, table.device
-        )
-        erase = clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None
-        stride = int(limit is not None and limit.dim() == 1)
-        key = ("each", clip.norm_type, write, dtype, *_dtypes(norms, limit, divisor, erase))
+        limit, most = split(clip.limit, table.device)
+        divisor, scaled = split(clip.grad_scale, table.device)
+        erase = flag_of(clip)
         arguments = (
             *(norms, totals, coefficients, limit, divisor, erase),
-            *(table.n_chunks, stride, *bits),
+            *(table.n_chunks, stride_of(limit), most, float(clip.eps), scaled),
         )
+        key = "each", clip.norm_type, dtype, write, *dtypes_of(norms, limit, divisor, erase)
         if not table.starts_again(key, *arguments):
             table.launch(
                 key,
@@ -199,13 +197,10 @@ class TritonBatch:
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
-        table, known = self._table, type(low) is type(high) is type(grad_scale) is float
-        if known and table.starts_again("clamp", None, table.n_chunks, low, high, grad_scale):
-            increment_version(self._tensors)
-            return
-        (_, _, divisor), bits = pack_scalars(low, high, grad_scale, table.device)
-        key = "clamp" if divisor is None else ("clamp", divisor.dtype)
-        arguments = divisor, table.n_chunks, *bits
+        table = self._table
+        divisor, scaled = split(grad_scale, table.device)
+        arguments = divisor, table.n_chunks, float(low), float(high), scaled
+        key = "clamp", divisor if divisor is None else divisor.dtype
         if not table.starts_again(key, *arguments):
             occupancy = clamp.occupancy_of(table.dtype.itemsize)
             table.launch(
@@ -220,11 +215,6 @@ class TritonBatch:
                 TAIL=TAIL,
             )
         increment_version(self._tensors)
-
-
-def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
-    """Of each tensor; None where there is none."""
-    return [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
 def advance(
@@ -253,29 +243,26 @@ def advance(
         The limit, float64, 0-d.
     """
     limit = torch.empty((), dtype=torch.float64, device=values.device)
-    a, b, c, max_norm = numbers
-    (_, _, divisor), bits = pack_scalars(max_norm, a, grad_scale, values.device)
-    launch.launch(
-        adaptive.advance_kernel,
-        values.device,
-        1,
-        OCCUPANCY_2X128,
-        (
-            norms,
-            values,
-            after,
-            limit,
-            divisor,
-            norms.numel(),
-            values.numel() - 1,
-            *bits,
-            *_INTEGERS.unpack(_FLOATS.pack(b, c, 0.0))[:2],
-        ),
-        RULE=rule,
-        P=norm_type,
-        DTYPE=launch.TL_DTYPES[dtype],
-        BLOCK=adaptive.BLOCK,
+    a, b, c, max_norm = map(float, numbers)
+    divisor, scaled = split(grad_scale, values.device)
+    arguments = (
+        *(norms, values, after, limit, divisor),
+        *(norms.numel(), values.numel() - 1, max_norm, a, scaled, b, c),
     )
+    own = launches_on(values.device)
+    key = "advance", rule, dtype, norm_type, *dtypes_of(norms, divisor)
+    if not own.starts_again(key, *arguments):
+        own.launch(
+            key,
+            adaptive.advance_kernel,
+            1,
+            OCCUPANCY_2X128,
+            arguments,
+            RULE=rule,
+            P=norm_type,
+            DTYPE=launch.TL_DTYPES[dtype],
+            BLOCK=adaptive.BLOCK,
+        )
     return limit
 
 
@@ -295,45 +282,50 @@ def advance_each(
         The limits, float64, 1-d.
     """
     limits = torch.empty(norms.numel(), dtype=torch.float64, device=values.device)
-    ratio, decay, warmup, max_norm = numbers
-    launch.launch(
-        adaptive.advance_each_kernel,
-        values.device,
-        1,
-        OCCUPANCY_2X128,
-        (
-            norms,
-            rows,
-            values,
-            after,
-            limits,
-            norms.numel(),
-            *_INTEGERS.unpack(_FLOATS.pack(max_norm, ratio, decay)),
-            _INTEGERS.unpack(_FLOATS.pack(warmup, 0.0, 0.0))[0],
-        ),
-        BLOCK=adaptive.BLOCK,
+    ratio, decay, warmup, max_norm = map(float, numbers)
+    arguments = (
+        *(norms, rows, values, after, limits),
+        *(norms.numel(), max_norm, ratio, decay, warmup),
     )
+    own, key = launches_on(values.device), ("each", rows is None, norms.dtype)
+    if not own.starts_again(key, *arguments):
+        own.launch(
+            key,
+            adaptive.advance_each_kernel,
+            1,
+            OCCUPANCY_2X128,
+            arguments,
+            BLOCK=adaptive.BLOCK,
+        )
     return limits
 
 
-def pack_scalars(
-    a: float | Tensor, b: float | Tensor, c: float | Tensor, device: torch.device
-) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """Pointers and bits for `scalars.load_number`, one of which stands for each number.
+@cache
+def launches_on(device: torch.device) -> launch.Launches:
+    """Launches without tables."""
+    return launch.Launches(device)
 
-    Args:
-        a: a number, or a floating-point tensor on any device; so are b and c.
-        b: the second.
-        c: the third.
-        device: of the launch.
-    """
-    if type(a) is type(b) is type(c) is float:
-        return _NO_POINTERS, _INTEGERS.unpack(_FLOATS.pack(a, b, c))
-    numbers = [a, b, c]
-    pointers: list[Tensor | None] = [None, None, None]
-    for i, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            # An upload need not be waited for.
-            pointers[i] = number.to(device, non_blocking=number.device.type == "cpu")
-            numbers[i] = 1.0
-    return tuple(pointers), _INTEGERS.unpack(_FLOATS.pack(*numbers))
+
+def split(number: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+    """A pointer and a float for `scalars.load_number`, one of which stands for the number."""
+    if type(number) is float:
+        return None, number
+    if isinstance(number, Tensor):
+        # An upload need not be waited for.
+        return number.to(device, non_blocking=number.device.type == "cpu"), 1.0
+    return None, float(number)
+
+
+def flag_of(clip: Clip) -> Tensor | None:
+    """Whether to write zeros, for kernels that have a coefficient for each gradient or unit."""
+    return clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None
+
+
+def stride_of(limit: Tensor | None) -> int:
+    """1 where each gradient has its own limit."""
+    return int(limit is not None and limit.dim() == 1)
+
+
+def dtypes_of(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    """Of each tensor; None where there is none."""
+    return [None if tensor is None else tensor.dtype for tensor in tensors]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Clip, count_units
-from tritonclip.backends.triton import pack_scalars
+from tritonclip.backends.triton import dtypes_of, flag_of, split, stride_of
 from tritonclip.backends.units import norms_of_rows
 from tritonclip.kernels import launch, units
 from tritonclip.kernels.access import (
@@ -86,32 +86,27 @@ class TritonUnits:
         """
         table = self._table
         norms = torch.empty(2, table.n_norms, dtype=torch.float64, device=table.device)
-        addresses, forms, pieces = table.arguments
-        sides = [(addresses, norms, table.dtype, 2)]
+        sides = [(table.dtype, 0, 2)]
         if table.weight_dtype != table.dtype:
             # A kernel reads one dtype: one launch for each.
-            gradients, weights = addresses.split(table.n_tensors)
-            sides = [
-                (gradients, norms[0], table.dtype, 1),
-                (weights, norms[1], table.weight_dtype, 1),
-            ]
-        for of_side, out, dtype, n_sides in sides:
-            launch.launch(
-                units.unit_norms_kernel,
-                table.device,
-                table.programs[OCCUPANCY_2X128],
-                OCCUPANCY_2X128,
-                (
-                    *(of_side, forms, pieces, out),
-                    *(table.n_tensors, table.n_pieces, n_sides, table.n_norms),
-                ),
-                DTYPE=launch.TL_DTYPES[dtype],
-                ROWS=units.ROWS_MEASURED,
-                ROW_COLUMNS=row_columns_of(dtype.itemsize),
-                STEPS=STEPS,
-                BLOCK=block_of(dtype.itemsize),
-                **_LENGTHS,
-            )
+            sides = [(table.dtype, 0, 1), (table.weight_dtype, 1, 1)]
+        for key in sides:
+            dtype, first, n_sides = key
+            arguments = norms, table.n_tensors, table.n_pieces, first, n_sides, table.n_norms
+            if not table.starts_again(key, *arguments):
+                table.launch(
+                    key,
+                    units.unit_norms_kernel,
+                    table.programs[OCCUPANCY_2X128],
+                    OCCUPANCY_2X128,
+                    arguments,
+                    DTYPE=launch.TL_DTYPES[dtype],
+                    ROWS=units.ROWS_MEASURED,
+                    ROW_COLUMNS=row_columns_of(dtype.itemsize),
+                    STEPS=STEPS,
+                    BLOCK=block_of(dtype.itemsize),
+                    **_LENGTHS,
+                )
         return norms
 
     def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
@@ -162,34 +157,28 @@ class TritonUnits:
         table = self._table
         totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
         coefficients = torch.empty(table.n_units, dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = pack_scalars(
-            clip.limit, clip.eps, clip.grad_scale, table.device
+        limit, most = split(clip.limit, table.device)
+        divisor, scaled = split(clip.grad_scale, table.device)
+        erase = flag_of(clip)
+        arguments = (
+            *(norms, totals, coefficients, limit, divisor, erase),
+            *(table.n_tensors, table.n_pieces, table.n_norms, stride_of(limit)),
+            *(most, float(clip.eps), scaled),
         )
-        launch.launch(
-            units.scale_units_kernel,
-            table.device,
-            table.programs[OCCUPANCY_2X128],
-            OCCUPANCY_2X128,
-            (
-                *table.arguments,
-                norms,
-                totals,
-                coefficients,
-                limit,
-                divisor,
-                clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None,
-                table.n_tensors,
-                table.n_pieces,
-                table.n_norms,
-                int(limit is not None and limit.dim() == 1),
-                *bits,
-            ),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            WRITE=write,
-            ROWS=units.ROWS_SCALED,
-            ROW_COLUMNS=block_of(table.dtype.itemsize) // WARPS,
-            BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
-            TAIL=TAIL,
-            **_LENGTHS,
-        )
+        key = "scale", dtype, write, *dtypes_of(norms, limit, divisor, erase)
+        if not table.starts_again(key, *arguments):
+            table.launch(
+                key,
+                units.scale_units_kernel,
+                table.programs[OCCUPANCY_2X128],
+                OCCUPANCY_2X128,
+                arguments,
+                DTYPE=launch.TL_DTYPES[table.dtype],
+                WRITE=write,
+                ROWS=units.ROWS_SCALED,
+                ROW_COLUMNS=block_of(table.dtype.itemsize) // WARPS,
+                BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
+                TAIL=TAIL,
+                **_LENGTHS,
+            )
         return totals, coefficients
