@@ -158,6 +158,7 @@ PARTS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)])
 @pytest.mark.parametrize("parts", PARTS)
 def test_clip_refuses_gradients_that_share_a_part_of_their_memory(device, parts, rule):

@@ -331,6 +331,7 @@ def test_verify_accepts_a_subnormal_norm(device, value):
         tritonclip.get_total_norm(grads)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("p", [1e-300, 1e-3, 0.01, 0.1])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_verify_passes_small_orders(device, dtype, p):
@@ -379,6 +380,7 @@ def weight_of(size, dtype, device):
     return weight
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [1e-5, 1e-3, 0.1])
 @pytest.mark.parametrize(
     ("dtype", "size"),

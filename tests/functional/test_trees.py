@@ -73,6 +73,7 @@ def assert_alike(ours, tree):
         assert ours == tree
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", TREES)
 def test_structure_is_kept(name, function):

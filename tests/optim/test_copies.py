@@ -53,6 +53,7 @@ def torch_saved(pair):
 COPIED = pytest.mark.parametrize("copied", [deep_copied, pickled, torch_saved])
 
 
+@pytest.mark.covering(1)
 @COPIED
 @COPYABLE
 def test_copy_goes_on_identically_and_apart(name, options, copied):

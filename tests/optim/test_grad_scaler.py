@@ -36,6 +36,7 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimiz
 from tritonclip.backends.operators import TorchLayout
 
 
+@pytest.mark.covering(2)
 @UNSCALED_BEFORE
 @pytest.mark.parametrize("make", INNERS)
 @pytest.mark.parametrize("scaler_type", SCALERS)
@@ -70,6 +71,7 @@ def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", [2.0**16, 3.0, 1.0, 2.0**-10])
 @UNSCALED_BEFORE
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)

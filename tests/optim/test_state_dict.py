@@ -39,6 +39,7 @@ from tritonclip import (
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "way", ["wrapper-wrapper", "bare-wrapper", "wrapper-bare", "wrapper-inner"]
 )

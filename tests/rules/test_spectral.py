@@ -306,17 +306,6 @@ def test_parameter_group_clips_singular_values_under_a_scaler():
     torch.testing.assert_close(copies(model[2:]), before[4:])
 
 
-def test_step_leaves_out_what_is_not_finite():
-    model = make_model()
-    optimizer = ClippedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), ClipBySpectralNorm(LIMIT), nonfinite="skip"
-    )
-    grad_of(model[1].weight)[0, 0] = math.nan
-    weights = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()
-    assert_bits(model.parameters(), weights)
-
-
 def test_rule_of_singular_values_is_a_frozen_value():
     model = make_model()
     rule = ClipBySpectralNorm(1, exclude=model[1])

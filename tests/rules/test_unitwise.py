@@ -68,25 +68,10 @@ def test_rule_by_unit_is_frozen_and_compares_by_value():
 def test_clip_by_unit_scales_by_the_papers_formula(device, dtype, ratio):
     parameters, rule = make(dtype=dtype, device=device), ClipByUnitNorm(ratio)
     expected_grads = truths(parameters, rule)
-    tritonclip.clip_(parameters, rule)
+    norms = tritonclip.clip_(parameters, rule)
+    assert_norm(norms, [float(np.linalg.norm(wide(grad_of(p)))) for p in make(dtype=dtype)])
     for parameter, truth in zip(parameters, expected_grads, strict=True):
         assert_clipped(grad_of(parameter), truth)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_clip_by_unit_returns_the_norm_of_each_gradient(device, dtype):
-    parameters = make(dtype=dtype, device=device)
-    norms = tritonclip.clip_(parameters, ClipByUnitNorm())
-    grads = [wide(g) for g in copies(map(grad_of, make(dtype=dtype)))]
-    assert_norm(norms, [float(np.linalg.norm(g)) for g in grads])
-
-
-def test_clip_by_unit_takes_eps_for_weights_below_it(device):
-    weight = torch.nn.Parameter(torch.zeros(2, 3, device=device))
-    weight.data[1] = 2e-4
-    weight.grad = torch.ones(2, 3, device=device)
-    tritonclip.clip_([weight], ClipByUnitNorm(0.5, eps=0.01))
-    torch.testing.assert_close(weight.grad.norm(dim=1).cpu(), torch.full((2,), 0.005))
 
 
 def test_clip_by_unit_without_eps_sets_the_gradient_of_zero_weights_to_zero(device):
@@ -393,17 +378,6 @@ def test_clip_by_unit_unscales_what_is_excluded(device):
     before = copies(map(grad_of, parameters))
     tritonclip.clip_(parameters, ClipByUnitNorm(0.0, exclude=parameters[1]), grad_scale=4.0)
     assert_bits([grad_of(parameters[1])], [before[1] / 4])
-
-
-def test_clip_by_unit_excludes_a_module(device):
-    body, head = torch.nn.Linear(4, 4, device=device), torch.nn.Linear(4, 2, device=device)
-    model = torch.nn.Sequential(body, head)
-    (model(torch.ones(3, 4, device=device)) ** 2).sum().backward()
-    before = copies(map(grad_of, model.parameters()))
-    tritonclip.clip_(model, ClipByUnitNorm(1e-6, exclude=head))
-    now = copies(map(grad_of, model.parameters()))
-    assert_bits(now[2:], before[2:])
-    assert not torch.equal(now[0], before[0])
 
 
 @pytest.mark.parametrize("of", [list, FlatGradients], ids=["list", "flat"])
