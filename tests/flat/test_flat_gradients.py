@@ -233,16 +233,6 @@ def test_copy_leaves_out_what_the_original_left_out(again):
     assert len(other) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_gradients_of_whole_vectors_begin_at_vectors(dtype):
-    """Ragged ones come last, so that kernels read the others 16 bytes at a time."""
-    params = parameters_of([(3,), (4, 4), (5,), (8,), (1,), (16,)], dtype)
-    (buffer,) = FlatGradients(params).buffers
-    for param in params:
-        if param.numel() * param.itemsize % 16 == 0:
-            assert (grad_of(param).data_ptr() - buffer.data_ptr()) % 16 == 0
-
-
 def test_repr_says_what_it_holds():
     flat = FlatGradients(parameters_of([(2, 3), (4,)]))
     assert repr(flat) == "FlatGradients(2 parameters: 10 of torch.float32 on cpu)"

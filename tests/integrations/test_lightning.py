@@ -91,6 +91,7 @@ def stats_of(trainer):
     return trainer.optimizers[0].stats.summary()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulate", [1, 3], ids=["each", "accumulate-3"])
 def test_automatic_optimisation_clips_once_a_step(tmp_path, accumulate, precision):
@@ -122,6 +123,7 @@ def test_fused_optimizer_is_clipped_unscaled(tmp_path, precision):
         torch.testing.assert_close(ours, truth, rtol=BATCHES * 2.0**-23, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", [Manual, AccumulatingManual], ids=["each", "accumulate-3"])
 def test_manual_optimisation_clips_once_a_step(tmp_path, kind, precision):
