@@ -334,12 +334,7 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class _Copies:
-    """Copies of gradients, each in the `.grad` of a tensor of its own.
-
-    Args:
-        fresh: the gradients, which are never written.
-        label_of: names the i-th.
-    """
+    """Copies of gradients, each in the `.grad` of a tensor; `fresh` is never written."""
 
     def __init__(self, fresh: list[Tensor], label_of: LabelOf) -> None:
         self.fresh, self.label_of = fresh, label_of
@@ -589,14 +584,6 @@ class _Case(NamedTuple):
     clipped: bool
     limit: Callable[[_Copies], float]
 
-    @property
-    def by_value(self) -> bool:
-        """Whether elements are clamped."""
-        return self.rule == "by value"
-
-    def __str__(self) -> str:
-        return _name(self.rule, self.clipped)
-
 
 _CASES = (
     _Case("by global norm", True, lambda copies: copies.norm / 2),
@@ -609,7 +596,7 @@ def _compared(copies: _Copies, source: Source, steps: _Steps | None, seconds: fl
     """Compares all calls; `seconds` are of each."""
     fresh, device = copies.fresh, copies.device
     is_complex = any(f.is_complex() for f in fresh)
-    cases = [case for case in _CASES if not (is_complex and case.by_value)]
+    cases = [case for case in _CASES if not (is_complex and case.rule == "by value")]
     dtypes = tuple(dict.fromkeys(f.dtype for f in fresh))
     n_gradients, n_elements = len(fresh), sum(f.numel() for f in fresh)
     calls = tuple(_call_times(case, copies, seconds) for case in cases)
@@ -626,7 +613,7 @@ def _compared(copies: _Copies, source: Source, steps: _Steps | None, seconds: fl
 def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
     """Checks tritonclip, then times it and the variants of torch in turn."""
     limit = case.limit(copies)
-    clip = clip_grad_value_ if case.by_value else clip_grad_norm_
+    clip = clip_grad_value_ if case.rule == "by value" else clip_grad_norm_
     ours = partial(clip, copies.parameters, limit)
     norm = _verified(case, copies, ours, partial(clip, copies.named, limit))
     torchs, norms = _torchs(original_of(getattr(torch.nn.utils, clip.__name__)), copies, limit)
@@ -679,14 +666,8 @@ def _verified(
 ) -> Tensor | None:
     """The norm before clipping, which is verified, as all elements are.
 
-    Args:
-        case: the call.
-        copies: of the gradients.
-        ours: the call as it is timed, which may take a shorter way than one that is verified.
-        named: the call with names of the gradients.
-
-    Raises:
-        VerificationError: a wrong result.
+    `ours` is the call as it is timed, which may take a shorter way than `named`, the one with names
+    of the gradients, which is verified.
     """
     copies.refill()
     try:
@@ -700,5 +681,5 @@ def _verified(
             wrong += mismatch(copies.label_of(i), grad, right, grad != right)
         raise_mismatches(wrong)
     except VerificationError as error:
-        raise VerificationError(f"{case}: {error}") from None
+        raise VerificationError(f"{_name(case.rule, case.clipped)}: {error}") from None
     return norm

@@ -24,8 +24,7 @@ _RULES = (ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByValue(0.5))
 def doctor() -> int:
     """Prints versions, devices and their backends, and tests each device.
 
-    Returns:
-        1 where a self-test failed or an environment variable is wrong, else 0.
+    Returns 1 where a self-test failed or an environment variable is wrong, else 0.
     """
     try:
         backend, verifying = settings.current()

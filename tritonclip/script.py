@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 class Program(NamedTuple):
     """What `python SCRIPT` or `python -m MODULE` runs.
 
-    Attributes:
-        code: gives the code of the module `__main__`.
-        attributes: of that module.
-        name: `sys.argv[0]`.
+    `code` gives the code of the module `__main__`, which has these `attributes`; `name` is
+    `sys.argv[0]`.
     """
 
     code: Callable[[], CodeType]
@@ -51,11 +49,7 @@ class Program(NamedTuple):
 
 
 def script(path: str) -> Program:
-    """A file, whose folder becomes `sys.path[0]`.
-
-    Raises:
-        ValueError: no such file.
-    """
+    """A file, whose folder becomes `sys.path[0]`; ValueError where there is none."""
     if not Path(path).is_file():
         raise ValueError(
             f"expected a script, got {path}; there is no such file in {Path.cwd()}. A module is "
@@ -74,11 +68,7 @@ def script(path: str) -> Program:
 
 
 def module(name: str) -> Program:
-    """A module, or the `__main__` of a package; the current folder becomes `sys.path[0]`.
-
-    Raises:
-        ValueError: no such module.
-    """
+    """A module, or the `__main__` of a package; the current folder becomes `sys.path[0]`."""
     if name.endswith(".py") or "/" in name:
         raise ValueError(
             f"expected the name of a module after -m, got the path {name}; leave out -m"

@@ -315,7 +315,13 @@ def _table(lines: Iterable[Line]) -> History:
             column.extend(repeat(torch.nan, n - len(column)))
             column.append(value)
         n_falls, last = n_falls + (step < last), step
-        rows = runs.setdefault(_run_of(number, cells["run"]) if "run" in cells else n_falls, [])
+        run: str | int = n_falls
+        if "run" in cells:
+            if isinstance(cells["run"], list | dict):
+                got = type(cells["run"]).__name__
+                raise ValueError(f"line {number}: expected run to be a number, got {got}")
+            run = str(cells["run"])
+        rows = runs.setdefault(run, [])
         while rows and step <= columns["step"][rows[-1]]:
             rows.pop()
         rows.append(n)
@@ -373,9 +379,3 @@ def _number(number: int, name: str, cell: Cell) -> float:
         raise ValueError(
             f"line {number}: expected {printable(name):.40} to be a number, got {got}"
         ) from None
-
-
-def _run_of(number: int, cell: Cell) -> str:
-    if isinstance(cell, list | dict):
-        raise ValueError(f"line {number}: expected run to be a number, got {type(cell).__name__}")
-    return str(cell)

@@ -134,18 +134,10 @@ _ANOTHER = "pass another path to record(...), or move the file"
 class HistoryFile:
     """The file of a recorder, made at the first row; rows are appended to an existing file.
 
-    Args:
-        path: absolute; ends in .csv or .jsonl.
-        find: whether to look for the folder and the file now.
-
-    Attributes:
-        path: of the file.
-        last_step: the number of the last step in the file; 0 for a new one.
-        run: the number of the run whose rows are appended: one more than those in the file.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: another ending; a file that no recorder wrote.
+    With `find`, folder and file are looked for now. `last_step` is the number of the last step in
+    the file, 0 for a new one; `run`, the number of the run whose rows are appended, is one more
+    than those in the file. FileNotFoundError for no such folder, ValueError for a file that no
+    recorder wrote.
     """
 
     def __init__(self, path: Path, *, find: bool = True) -> None:
@@ -200,15 +192,7 @@ class HistoryFile:
         self._columns = columns
 
     def begin(self, names: Sequence[str], *, statistics: bool = False) -> None:
-        """Fixes the columns, at the first row.
-
-        Args:
-            names: of the named norms.
-            statistics: whether each name also has a largest magnitude and a share of zeros.
-
-        Raises:
-            ValueError: the file has other columns.
-        """
+        """Fixes the columns, at the first row; ValueError if the file has others."""
         prefixes = PREFIXES if statistics else PREFIXES[:1]
         columns = (*COLUMNS, *(prefix + printable(name) for prefix in prefixes for name in names))
         if self._columns is not None and columns != self._columns:
@@ -224,12 +208,7 @@ class HistoryFile:
         self._columns = columns
 
     def append(self, rows: Sequence[Sequence[Cell]]) -> None:
-        """Writes rows, in the order of the columns.
-
-        Raises:
-            OSError: the file cannot be written.
-            RuntimeError: another writer changed the file.
-        """
+        """Writes rows; RuntimeError if another writer changed the file."""
         assert self._columns is not None
         text = "" if self._size else self._format.header(self._columns)
         data = (text + self._format.encode(self._columns, rows)).encode()

@@ -18,7 +18,7 @@ import torch
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
 from tritonclip.messages import join_names, printable
@@ -47,17 +47,10 @@ STYLE = "tritonclip.monitor.figures"
 def save(
     path: str | os.PathLike[str], history: History, suggestion: Suggestion | None = None
 ) -> None:
-    """Draws a history into a file.
+    """Draws a history into a .png or .svg file.
 
-    Args:
-        path: ends in .png or .svg.
-        history: of one run, or of several; a line with its number marks where each begins.
-        suggestion: for this history; None for a figure without candidates. The histogram shows the
-            suggestion's run.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: another ending; no finite norm over 0.
+    A line with its number marks where each of several runs begins. The histogram shows the run of
+    the suggestion, and its candidates.
     """
     write(path, lambda: draw(history, suggestion))
 
@@ -281,12 +274,8 @@ def _label(over_steps: Axes, histogram: Axes) -> None:
     over_steps.yaxis.set_minor_formatter(NullFormatter())
     histogram.grid(visible=False)
     histogram.tick_params(labelleft=False)
-    histogram.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
+    histogram.xaxis.set_major_formatter(EngFormatter(sep=""))
     histogram.set_xlabel("number of steps")
-
-
-def _thousands(count: float) -> str:
-    return f"{count:g}" if count < 1000 else f"{count / 1000:g}k"
 
 
 BAR, GREY, RECOMMENDED = "#b9c9d6", "0.45", "C1"

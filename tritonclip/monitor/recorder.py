@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -160,10 +159,9 @@ class Recorder:
         for name, choice in (("write", write), ("append", append)):
             if not (choice is None or isinstance(choice, bool)):
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
-        if not isinstance(each, bool):
-            raise TypeError(f"each must be True or False, got {each!r}")
-        if not isinstance(statistics, bool):
-            raise TypeError(f"statistics must be True or False, got {statistics!r}")
+        for name, flag in (("each", each), ("statistics", statistics)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}")
         if statistics and not each:
             raise ValueError(
                 "statistics=True adds to the norm of each parameter, got each=False; "
@@ -231,20 +229,16 @@ class Recorder:
             self._check_names(names)
 
     def append_(self, row: list[Value]) -> None:
-        """Adds a step that was prepared.
+        """Adds a step that was prepared; raises as `add_` does.
 
-        Args:
-            row: checked values: norm, coefficient, limit, whether it was skipped, loss, the norms
-                of the names and, with `statistics`, their largest magnitudes and their shares of
-                zeros; a 1-d tensor has several.
-
-        Raises:
-            RuntimeError, OSError: as for `add_`.
+        The row has checked values: norm, coefficient, limit, whether it was skipped, loss, the
+        norms of the names and, with `statistics`, their largest magnitudes and their shares of
+        zeros. A 1-d tensor has several.
         """
         self._check_open()
         # Known since the names are.
         if self._write:
-            self._rows.add_(self.steps + 1, row)
+            self._rows.buffer.add_([self.steps + 1, *row])
         self.steps += 1
         if self.steps % self.every == 0:
             self._rows.flush(wait=False)
@@ -304,8 +298,7 @@ class Recorder:
         if self.statistics:
             # Only a ClippedOptimizer knows them.
             row += [None] * (2 * len(named))
-        if (names := tuple(named)) != self._names:
-            self._check_names(names)
+        self.prepare(tuple(named))
         self.append_(row)
 
     def flush(self) -> None:
@@ -329,12 +322,7 @@ class Recorder:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
@@ -418,11 +406,7 @@ class Recorder:
 
 
 def saved_place(state: object) -> tuple[int, int | None]:
-    """Step and run of a recorder's saved state; its own run where none was saved.
-
-    Raises:
-        ValueError: not the result of `Recorder.state_dict`.
-    """
+    """Step and run of a recorder's saved state; None for the run where none was saved."""
     saved = state if isinstance(state, Mapping) else {}
     steps, run = saved.get("steps", -1), saved.get("run", 1)
     if not (type(steps) is type(run) is int and 0 <= steps < 2**53 and 0 < run < 2**53):
@@ -479,30 +463,20 @@ def _cells_of(run: int, row: Row) -> list[Cell]:
 
 
 class _RowWriter:
-    """Carries rows from their device to the file; outlives its recorder until they are written.
-
-    Attributes:
-        file: of the recorder.
-        process: the id of the process that writes; a fork does not.
-        spikes: of the rows that were written.
-    """
+    """Carries rows from their device to the file; outlives its recorder until they are written."""
 
     def __init__(self, file: HistoryFile, every: int) -> None:
         self.file, self.process, self.spikes = file, os.getpid(), SpikeCounter()
-        self._buffer = RowBuffer(every)
+        self.buffer = RowBuffer(every)
         # On the host, and not yet written.
         self._arrived: list[Row] = []
-
-    def add_(self, step: int, row: list[Value]) -> None:
-        """Adds the row of a step, whose values stay on their device."""
-        self._buffer.add_([step, *row])
 
     def flush(self, *, wait: bool = True) -> None:
         """Writes the rows on the host, with `wait` all rows; none in a fork."""
         if os.getpid() != self.process:
             return
-        self._buffer.send_()
-        self._arrived += self._buffer.take(wait=wait)
+        self.buffer.send_()
+        self._arrived += self.buffer.take(wait=wait)
         if self._arrived:
             self.file.append([_cells_of(self.file.run, row) for row in self._arrived])
             arrived, self._arrived = self._arrived, []

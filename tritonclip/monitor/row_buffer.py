@@ -14,19 +14,15 @@ from tritonclip.modes import is_captured, outside_inference, without_grad
 Value = float | Tensor | None
 Row = list[float | None]
 
-_NUMBERS = frozenset({float, int, bool, type(None)})
 # Values of a block, 1 MiB in float64. A full block is sent before its rows are due.
 _BLOCK = 2**17
 
 
 class _Copy(NamedTuple):
-    """Rows on their way to the host.
+    """Rows on their way to the host, with None for each tensor.
 
-    Attributes:
-        rows: with None for each tensor.
-        columns: the columns of each row's tensors.
-        values: of the tensors, on the host once the event `arrival` has passed.
-        arrival: None where no copy is under way.
+    `columns` are those of each row's tensors, whose `values` are on the host once the event
+    `arrival`, if any, has passed.
     """
 
     rows: list[Row]
@@ -36,11 +32,7 @@ class _Copy(NamedTuple):
 
 
 class RowBuffer:
-    """Keeps rows; tensors stay in a block on their device until `send_`, or until it is full.
-
-    Args:
-        capacity: largest number of rows of a block.
-    """
+    """Keeps rows; tensors stay in a block on their device until `send_`, or until it is full."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -56,10 +48,6 @@ class RowBuffer:
 
         A tensor has the values of one column, or, 1-d, of as many neighbours as it has elements.
         """
-        if _NUMBERS.issuperset(map(type, row)):
-            self._rows.append([*row])  # type: ignore[list-item]  # no tensor
-            self._columns.append(())
-            return
         cells: Row = []
         columns: list[int] = []
         tensors = []

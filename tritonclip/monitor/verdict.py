@@ -33,10 +33,9 @@ def unless(flag: Flag, other: Flag) -> Flag:
 
 
 class Verdict(NamedTuple):
-    """Whether a step is left out: by the host, which knows, or by the device alone.
+    """Whether a step is left out, by the host or by the device alone, for any of three reasons.
 
     Attributes:
-        left_out: for any of the three reasons.
         overflow: a GradScaler found one, and counts it.
         skip: the policy or `skip_above` skips the step.
         error: the error of this step, or of one before it, is still to be raised.
