@@ -96,6 +96,23 @@ def is_captured(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def follow_stream(last: Any, tensors: Iterable[Tensor], device: torch.device) -> Any:
+    """The current CUDA stream, which from now on waits for the last that used some tensors.
+
+    Args:
+        last: that stream; None where there was none.
+        tensors: these.
+        device: of the stream.
+    """
+    stream = torch.cuda.current_stream(device)
+    if last is not None and stream != last:
+        stream.wait_stream(last)
+        for tensor in tensors:
+            # What their own stream frees is not written again while this one reads.
+            tensor.record_stream(stream)
+    return stream
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from threading import Thread
 
 import pytest
@@ -291,3 +292,114 @@ def test_steps_that_were_not_read_yet_are_kept(change):
         counts.load({"steps": 2, "measured_steps": 2, "clipped_steps": 2})
     taken = {"steps": 2, "measured_steps": 2, "clipped_steps": 2, "well_clipped_steps": 2}
     assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken
+
+
+class Stream:
+    """Stands in for a CUDA stream: keeps those that it waited for, and addresses of its tensors."""
+
+    def __init__(self, name):
+        self.name, self.waited, self.recorded = name, [], set()
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of a CPU that says it lies on a GPU."""
+
+    is_cuda = True
+
+    def record_stream(self, stream):
+        stream.recorded.add(self.data_ptr())
+
+
+def on_gpu(tensor):
+    return tensor.as_subclass(OnGpu)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Two streams, and a function that makes one of them the current one."""
+    both = Stream("a"), Stream("b")
+
+    def use(stream):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    use(both[0])
+    return *both, use
+
+
+def counts_on_gpu():
+    counts = StepCounts(CPU)
+    for name in ("_counts", "_in_a_row", "_bounds"):
+        setattr(counts, name, on_gpu(getattr(counts, name)))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda counts: counts.read(), id="counts"),
+        pytest.param(lambda counts: counts.consecutive_skips, id="skips in a row"),
+        pytest.param(lambda counts: counts.load({}), id="load"),
+        pytest.param(lambda counts: counts.move_(CPU), id="move"),
+        pytest.param(copy.copy, id="copy"),
+        pytest.param(pickle.dumps, id="pickle"),
+    ],
+)
+def test_a_stream_that_reads_waits_for_the_one_that_counts(streams, read):
+    a, b, use = streams
+    counts, coefficient = counts_on_gpu(), on_gpu(torch.tensor(0.5))
+    counts.add([coefficient])
+    use(b)
+    read(counts)
+    assert (a.waited, b.waited) == ([], ["a"])
+
+
+@pytest.mark.parametrize("step", ["coefficient", "flag", "skip"])
+def test_a_stream_that_counts_waits_for_the_one_that_read(streams, step):
+    a, b, use = streams
+    counts, yes = counts_on_gpu(), on_gpu(torch.tensor(True))
+    given = {
+        "coefficient": ([on_gpu(torch.tensor(0.5))],),
+        "flag": ((), Verdict(yes, False, yes)),
+        "skip": ((), Verdict(True, False, True)),
+    }[step]
+    for stream in (a, a, b, a):
+        use(stream)
+        counts.add(*given) if stream is a else counts.read()
+    assert (a.waited, b.waited) == (["b"], ["a"])
+
+
+def test_memory_of_steps_is_kept_until_another_stream_has_counted_them(streams):
+    a, b, use = streams
+    counts, yes = counts_on_gpu(), on_gpu(torch.tensor(True))
+    coefficients = [on_gpu(torch.tensor(number)) for number in (0.5, 1.0)]
+    counts.add(coefficients[:1])
+    counts.add(coefficients[1:], Verdict(yes, False, yes))
+    use(b)
+    assert counts.read().tolist() == [1, 1, 1, 1, 1, 0]
+    kept = (*coefficients, yes, counts._counts, counts._in_a_row, counts._bounds)
+    assert b.recorded >= {one.data_ptr() for one in kept}
+    assert not a.recorded
+
+
+def test_a_graph_that_is_captured_waits_for_no_stream(streams, monkeypatch):
+    a, b, use = streams
+    counts = counts_on_gpu()
+    counts.add([0.5])
+    use(b)
+    monkeypatch.setattr(step_counts, "is_captured", lambda device: True)
+    counts.add([0.5])
+    assert b.waited == []
+    monkeypatch.setattr(step_counts, "is_captured", lambda device: False)
+    use(a)
+    assert counts.read()[0] == 2
+    assert a.waited == []
+
+
+def test_copies_keep_no_stream(streams):
+    counts = counts_on_gpu()
+    counts.add([0.5])
+    assert "_stream" in vars(counts)
+    assert "_stream" not in counts.__getstate__()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.modes import is_captured, outside_inference, without_grad
+from tritonclip.modes import follow_stream, is_captured, outside_inference, without_grad
 
 Value = float | Tensor | None
 Row = list[float | None]
@@ -79,18 +79,10 @@ class RowBuffer:
             block = outside_inference(torch.empty)(shape, dtype=dtype, device=device)
             self._block, self._stream = block, None
         if device.type == "cuda":
-            self._follow_stream(block)
+            self._stream = follow_stream(self._stream, [block], device)
         flat = [value.detach().to(device, non_blocking=True).reshape(-1) for value in values]
         row = block[len(self._rows), :n]
         row.copy_(flat[0] if len(flat) == 1 else torch.cat(flat))
-
-    def _follow_stream(self, block: Tensor) -> None:
-        """Makes the current stream wait for the one that wrote to the block before."""
-        stream = torch.cuda.current_stream(block.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-            block.record_stream(stream)
-        self._stream = stream
 
     def send_(self) -> None:
         """Starts to copy the rows to the host; waits only for devices other than CPU and CUDA."""
@@ -100,7 +92,7 @@ class RowBuffer:
         if self._block is not None and any(self._columns):
             _refuse_capture(self._block.device)
             if self._block.device.type == "cuda":
-                self._follow_stream(self._block)
+                self._stream = follow_stream(self._stream, [self._block], self._block.device)
             values, arrival = _copy(self._block[: len(self._rows)])
             if values.device == self._block.device:
                 # The copy is the block.

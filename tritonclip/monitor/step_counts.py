@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, outside_inference
+from tritonclip.modes import (
+    follow_stream,
+    is_captured,
+    is_pre_dispatch,
+    n_dispatch_modes,
+    outside_inference,
+)
 from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, unless
 from tritonclip.rules.arguments import saved_count
 
@@ -55,17 +61,19 @@ class StepCounts:
     """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
 
     Steps are kept with their coefficients on the device, and counted KEPT at a time or when the
-    counts are read. Any thread may read: each step is one entry of a list.
-
-    Attributes:
-        consecutive_skips: steps skipped in a row until now; 0-d int64.
+    counts are read. Any thread may read: each step is one entry of a list. So may any CUDA stream,
+    which then waits for the one that counted before.
     """
+
+    # The last CUDA stream that used the tensors. Of the class: counts that were copied or saved
+    # begin without one.
+    _stream: Any = None
 
     def __init__(self, device: torch.device) -> None:
         # Never an inference tensor, which no later step could add to.
         zeros = outside_inference(torch.zeros)
         self._counts = zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
+        self._in_a_row = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
         # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device; or a step of
@@ -73,11 +81,22 @@ class StepCounts:
         self._kept: list[Sequence[float] | Tensor | _Uncertain] = []
         # A step with a coefficient below the first was clipped, below the second well clipped.
         self._bounds = torch.linspace(1.0, BARELY, 2, device=device)
+        self._follow_stream()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_stream()
+        return {name: value for name, value in vars(self).items() if name != "_stream"}
 
     @property
     def device(self) -> torch.device:
         """The device of all counts."""
         return self._counts.device
+
+    @property
+    def consecutive_skips(self) -> Tensor:
+        """Steps skipped in a row until now; 0-d int64."""
+        self._follow_stream()
+        return self._in_a_row
 
     def read(self) -> Tensor:
         """All counts in the order of COUNTS, int64[6]; later steps change the tensor.
@@ -103,25 +122,28 @@ class StepCounts:
         left_out, device = verdict.left_out, self._counts.device
         # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.
         captured = self._counts.is_cuda and is_captured(device)
+        if self._counts.is_cuda:
+            self._follow_stream()
         recorded = captured or n_dispatch_modes() or is_pre_dispatch()
         step: Sequence[float] | Tensor | _Uncertain
         if isinstance(left_out, Tensor):
             self._may_have_skipped = True
             step = self._uncertain(coefficients, left_out, verdict)
-            self.consecutive_skips.add_(step.skip).mul_(step.left_out)
+            self._in_a_row.add_(step.skip).mul_(step.left_out)
             if recorded:
                 self._counts.add_(self._sums_of_uncertain([step]))
                 return
         elif left_out:
             with _ADDING:
+                self._follow_stream()
                 self._counts[5 if verdict.overflow else 4].add_(1)
             if not verdict.overflow:
-                self.consecutive_skips.add_(1)
+                self._in_a_row.add_(1)
                 self._may_have_skipped = True
             return
         else:
             if self._may_have_skipped:
-                self.consecutive_skips.zero_()
+                self._in_a_row.zero_()
                 self._may_have_skipped = False
             if recorded:
                 self._counts[: 1 + bool(coefficients)].add_(1)
@@ -141,25 +163,45 @@ class StepCounts:
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
         self._counts = self.read().to(device)
-        self.consecutive_skips = self.consecutive_skips.to(device)
+        self._in_a_row = self._in_a_row.to(device)
         self._bounds = self._bounds.to(device)
+        # Of another device it may be.
+        self._stream = None
+        self._follow_stream()
 
     def load(self, counts: Mapping[str, object]) -> None:
         """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
         counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
         numbers = {name: saved_count(name, counts.get(name, 0)) for name in (*COUNTS, _IN_A_ROW)}
-        self.consecutive_skips.fill_(numbers.pop(_IN_A_ROW))
-        for count, number in zip(self.read(), numbers.values(), strict=True):
+        own = self.read()
+        self._in_a_row.fill_(numbers.pop(_IN_A_ROW))
+        for count, number in zip(own, numbers.values(), strict=True):
             count.fill_(number)
         self._may_have_skipped = True
 
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
         with _ADDING:
+            self._follow_stream()
             steps = self._kept[:]
             if steps:
                 self._counts.add_(self._sums(steps))
                 del self._kept[: len(steps)]
+
+    def _follow_stream(self) -> None:
+        """Makes the current stream wait for the one that used the tensors before.
+
+        Not that of a CUDA graph, which may wait for none outside of it.
+        """
+        if self._counts.is_cuda and not is_captured(self.device):
+            self._stream = follow_stream(self._stream, self._tensors(), self.device)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All tensors, those of kept steps too."""
+        yield from (self._counts, self._in_a_row, self._bounds)
+        for step in self._kept[:]:
+            numbers = step if isinstance(step, _Uncertain) else (step,)
+            yield from (number for number in numbers if isinstance(number, Tensor))
 
     def _sums(self, steps: Sequence[Sequence[float] | Tensor | _Uncertain]) -> Tensor:
         """The counts of these steps, int64[6]."""
