@@ -147,19 +147,6 @@ def test_load_refuses_a_state_that_is_none(path, state):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_record_resumes_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
-    path = tmp_path / f"run.{ending}"
-    with tritonclip.record(path) as recorder:
-        for _ in range(3):
-            recorder.add_(1.0)
-    path.write_bytes(path.read_bytes()[:-4])
-    with tritonclip.record(path, append=True) as recorder:
-        assert recorder.steps == 2
-        recorder.add_(2.0)
-    assert read(path).norms.tolist() == [1.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
 def test_record_resumes_after_a_crash_at_any_byte(tmp_path, ending):
     path = tmp_path / f"run.{ending}"
     with tritonclip.record(path) as recorder:
