@@ -386,7 +386,7 @@ def test_more_seconds_take_more_samples(monkeypatch, loss):
 
     monkeypatch.setattr(samples, "sample", sample)
     monkeypatch.setattr(samples, "perf_counter_ns", lambda: len(n_taken) * 10_000_000)
-    for seconds in (10, 100):
+    for seconds in (10, 30):
         n_taken.clear()
         tritonclip.compare(trained(), loss, seconds=seconds)
         assert len(n_taken) == pytest.approx(100 * seconds, rel=0.1)
