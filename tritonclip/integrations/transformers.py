@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from tritonclip.engine.arguments import check_marks
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.policy import StepNonfinite
+from tritonclip.optim.step import StepNonfinite
 from tritonclip.rules import Rule, as_rule
 
 try:
@@ -89,7 +88,14 @@ class ClippingMixin:
                 "optimizers= has a ClippedOptimizer, and clip= would wrap it once more; expected a "
                 "bare optimizer"
             )
-        _turn_off_clipping(self.args)
+        limit = self.args.max_grad_norm
+        if limit and limit != type(self.args).max_grad_norm:
+            # Somebody chose it.
+            raise ValueError(
+                f"max_grad_norm={limit} would clip before the optimizer, in which clip= clips; "
+                "expected one of the two: max_grad_norm=0.0, or a plain Trainer"
+            )
+        self.args.max_grad_norm = 0.0
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer of the trainer, wrapped."""
@@ -102,9 +108,8 @@ class ClippingMixin:
                     "there; expected another optimizer, or clip_on_backward_ before the trainer is "
                     "made, and a plain Trainer"
                 )
-            options = {} if self._recorder is None else {"recorder": self._recorder}
             self.optimizer = ClippedOptimizer(
-                inner, self._clip, nonfinite=self._nonfinite, **options
+                inner, self._clip, nonfinite=self._nonfinite, recorder=self._recorder
             )
         return self.optimizer
 
@@ -148,15 +153,3 @@ class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc
         recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
         **kwargs: for the Trainer.
     """
-
-
-def _turn_off_clipping(arguments: Any) -> None:
-    """Sets max_grad_norm to 0, unless somebody chose a limit."""
-    fields = {field.name: field for field in dataclasses.fields(arguments)}
-    limit = arguments.max_grad_norm
-    if limit and limit != fields["max_grad_norm"].default:
-        raise ValueError(
-            f"max_grad_norm={limit} would clip before the optimizer, in which clip= clips; "
-            "expected one of the two: max_grad_norm=0.0, or a plain Trainer"
-        )
-    arguments.max_grad_norm = 0.0

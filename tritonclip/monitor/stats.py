@@ -1,6 +1,5 @@
 """`ClipStats`: norms, coefficients and counts of a training run, kept on the device."""
 
-from ctypes import c_float
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from tritonclip.monitor.verdict import TAKEN, Verdict
 
 
 class Clipped(NamedTuple):
-    """The outcome of one rule at one step.
+    """The outcome of one rule at one step: 0-d tensors, or numbers.
 
     Attributes:
         norm: before clipping, 0-d; the largest norm for a rule that is per gradient.
-        coefficient: a number or 0-d; the least coefficient for a rule that is per gradient.
-        limit: the largest norm after clipping, a number or 0-d; NaN if there is no single limit.
+        coefficient: the least coefficient for a rule that is per gradient.
+        limit: the largest norm after clipping; NaN if there is no single limit.
     """
 
     norm: Tensor
@@ -158,15 +157,10 @@ class ClipStats(NamesAttributes):
         for i, norm in self.group_norms.items():
             by_group[f"group{i}_norm"] = norm
             by_group[f"group{i}_coefficient"] = self.group_coefficients[i]
-        last = self.last_norm
-        if counts.device.type == "cpu":
-            latest = (float(last), *(as_number(n, last) for n in (self._coefficient, self._limit)))
-            row = [*counts.tolist(), *latest, *map(float, by_group.values())]
-        else:
-            floats = [last, self.last_coefficient, self.last_limit, *by_group.values()]
-            # One transfer for all.
-            counts = counts.double()
-            row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
+        floats = [self.last_norm, self.last_coefficient, self.last_limit, *by_group.values()]
+        # One transfer for all.
+        counts = counts.double()
+        row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
         count_names = (*COUNTS, "consecutive_skips")
         numbers = {name: int(n) for name, n in zip(count_names, row, strict=False)}
         n_measured, n_well_clipped = map(numbers.pop, _NOT_SHOWN)
@@ -302,10 +296,3 @@ def as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(like)
     return torch.scalar_tensor(number, dtype=like.dtype, device=like.device)
-
-
-def as_number(number: float | Tensor, like: Tensor) -> float:
-    """As `as_tensor`, on the host."""
-    if isinstance(number, Tensor):
-        return float(number.to(like.dtype))
-    return number if like.dtype == torch.float64 else c_float(number).value

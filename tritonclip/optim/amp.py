@@ -7,6 +7,7 @@ that it wraps, it takes the place of the scaler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +24,14 @@ from tritonclip.rules.arguments import as_grad_scale
 
 
 class ScalerState:
-    """The side of a ClippedOptimizer: all that a GradScaler leaves with it for one step.
+    """All that a GradScaler leaves with a ClippedOptimizer for one step.
 
     Attributes:
-        grad_scale: the loss scale that gradients carry, as a GradScaler sets it during its step;
-            None for none.
+        grad_scale: the loss scale that gradients carry; None for none.
         found_inf: whether gradients overflow, 0-d; False where it is known that none does; None
             outside of the step of a GradScaler.
         is_begun: a GradScaler has begun a step, and hands over both.
-        resumes: in a step of a GradScaler, whether it goes on where a failed step ended.
+        resumes: whether the step of a GradScaler goes on where a failed step ended.
         on_device: in a step of our GradScaler, whether the device decides to leave it out; else
             None.
         measured: the step to come, where the scaler had its overflow measured.
@@ -69,12 +69,7 @@ class ScalerState:
 
     @torch.compiler.disable
     def scale_with(self, grad_scale: object) -> Tensor | float | None:
-        """The loss scale of this step: that of a scaler, or the argument of `step`.
-
-        Raises:
-            RuntimeError: both, or a scale that was set by hand.
-            TypeError, ValueError: an argument that `clip_` refuses.
-        """
+        """The loss scale of this step: that of a scaler, or the argument of `step`; not both."""
         self.refuse_set_by_hand()
         if grad_scale is None:
             scale: Tensor | float | None = self.grad_scale
@@ -95,6 +90,9 @@ class ScalerSide(OptimizerProxy):
     _grouping: Grouping
     # A step that failed after it wrote a gradient.
     _unfinished: Step | None
+    _begin_scaled: Callable[[Tensor | None], Step]
+    _measure: Callable[..., Step]
+    _end_failed: Callable[[BaseException], None]
 
     @property
     def grad_scale(self) -> Any:
@@ -134,10 +132,7 @@ class ScalerSide(OptimizerProxy):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them.
-
-        It asks at the beginning of a step: whatever an interrupted one left is void.
-        """
+        """Whether a GradScaler hands scale and overflow to `step`; asked where a step begins."""
         scaler = self._scaler
         scaler.measured = None
         scaler.refuse_set_by_hand()
@@ -151,14 +146,7 @@ class ScalerSide(OptimizerProxy):
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's.
-
-        Args:
-            scale: that gradients carry; None for none.
-            found_inf: whether they overflow.
-            args: of `step`.
-            kwargs: of `step`.
-        """
+        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's."""
         scaler = self._scaler
         scaler.found_inf, scaler.grad_scale = found_inf, scale
         try:
@@ -180,51 +168,19 @@ class ScalerSide(OptimizerProxy):
 
     @torch.compiler.disable
     @without_grad
-    def _begin_scaled(self, scale: Tensor | None) -> Step:
-        return self._begin(scale)
-
-    @torch.compiler.disable
-    @without_grad
     def _measure_scaled(self, scale: Tensor) -> Tensor:
-        """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1.
-
-        Args:
-            scale: of a GradScaler.
-        """
+        """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1."""
         self._scaler.measured = self._measure(scale, check_finite=True)
         nonfinite = self._scaler.measured.nonfinite()
         if isinstance(nonfinite, Tensor):
             return nonfinite.to(torch.float32)
         return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)
 
-    def _before_unscaling(self) -> None:
-        """Refuses that gradients which a failed step left are divided."""
-        if self._unfinished is not None:
-            self._unfinished.refuse_unscaling(self._grouping.present())
-
     def _decides_on_device(self) -> bool:
         """Whether the device makes the wrapped optimizer leave a step out."""
         if self._scaler.on_device is None or self._optimizer_step_pre_hooks:
             return takes_found_inf(self.optimizer)
         return self._scaler.on_device
-
-    def _begin(self, grad_scale: Tensor | float | None) -> Step:
-        """A step that is measured and judged."""
-        raise NotImplementedError
-
-    def _measure(
-        self,
-        grad_scale: Tensor | float | None = None,
-        *,
-        check_finite: bool = False,
-        refusal: Exception | None = None,
-    ) -> Step:
-        """A step that is measured."""
-        raise NotImplementedError
-
-    def _end_failed(self, error: BaseException) -> None:
-        """Ends a step that raises."""
-        raise NotImplementedError
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

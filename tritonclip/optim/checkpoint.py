@@ -59,11 +59,7 @@ def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any
 
 
 def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A checkpoint without the wrapper's own part, and this; empty where there is none.
-
-    Raises:
-        ValueError: what is no checkpoint of an optimizer, or one that lost its state.
-    """
+    """A checkpoint without the wrapper's own part, and this; empty where there is none."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
     if not (isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
         raise ValueError(

@@ -36,7 +36,6 @@ from tritonclip.named_norms import STATISTICS
 from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
-    first_device,
     key_of,
     label_of_member,
     not_in_buffers,
@@ -54,16 +53,13 @@ class ClipGroup:
     """Gradients that share a rule, and their norms as far as they are measured.
 
     Attributes:
-        gradients: with their plan.
-        rule: that holds for them.
         index: of the parameter group that carries the rule; None for the optimizer's.
         flat: their buffers, if the gradients were collected from them.
         unclipped: no rule holds for them.
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
             inf; the 2-norm, where they are of another order; those of each gradient.
-        by_name: a recorder takes the norm of each gradient.
-        with_statistics: the recorder takes all of `STATISTICS`.
+        by_name: a recorder takes the norm of each gradient; `with_statistics`, all of `STATISTICS`.
         finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
@@ -149,14 +145,8 @@ class ClipGroup:
 class Grouping:
     """Divides the gradients of an optimizer into clip groups.
 
-    Args:
-        optimizer: whose parameter groups may carry rules.
-        rule: for those that carry none.
-        processes: the processes that the gradients are spread over; None for DTensors' own.
-
-    Attributes:
-        rule: replaceable.
-        flat: the buffers of the gradients; None for none.
+    `rule` is for the parameter groups that carry none. `processes`, that the gradients are spread
+    over, is None for DTensors' own.
     """
 
     def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
@@ -173,6 +163,15 @@ class Grouping:
     def groups(self) -> Groups:
         """The parameter groups."""
         return self._optimizer.param_groups
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                device: torch.device = parameter.device
+                return device
+        return torch.device("cpu")
 
     def use_flat(self, flat: FlatGradients | None) -> None:
         """Replaces `flat`; raises as `not_in_buffers` does."""
@@ -217,11 +216,8 @@ class Grouping:
     def refresh(self) -> Exception | None:
         """Reads rules and parameters that changed since the last step; an error to be refused with.
 
-        The rules then stay those of the step before.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: parameters that are not those of `flat`, unless
-                other processes have to get the error.
+        The rules then stay those of the step before. Parameters that are not those of `flat` raise,
+        unless other processes have to get the error.
         """
         groups = self._optimizer.param_groups
         has_rules = bool(self._own_rules)
@@ -288,10 +284,7 @@ class Grouping:
         return clip_groups
 
     def _divide_flat(self, flat: FlatGradients, *, covers_all: bool, each: bool) -> list[ClipGroup]:
-        """As `divide`, for gradients in buffers: no parameter is read.
-
-        A parameter that `flat` lacks is refused where it has a gradient to clip.
-        """
+        """As `divide`, for gradients in buffers: no parameter is read."""
         error, processes, rule = self._missed_gradient(), self.processes, self.rule
         if error is not None and processes is None:
             raise error
@@ -333,7 +326,7 @@ class Grouping:
                 position -= n
             return label_of_member(groups, index, position)
 
-        device = None if parameters else first_device(groups)
+        device = None if parameters else self.device
         return collect(parameters, label_of, processes, self._plans, device)
 
     def _unclipped(
@@ -350,7 +343,7 @@ class Grouping:
             lambda i: label_of_member(groups, *members[i]),
             processes,
             self._plans,
-            parameters[0].device if parameters else first_device(groups),
+            parameters[0].device if parameters else self.device,
         )
         if gradients.plan is None:
             return []
@@ -426,15 +419,7 @@ def hides_nonfinite(order: float) -> bool:
 
 
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
-    """Measures norms; of refused gradients those that other processes wait for.
-
-    Args:
-        requests: the norms.
-        grad_scale: the loss scale that gradients still carry.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
-    """
+    """Measures norms; of gradients that a process refuses, those that other processes wait for."""
     exchanges, sent = [], []
     for request in requests:
         group, norm, of_rule = request
@@ -470,7 +455,8 @@ def global_norm_of(
         plan = measured[0].gradients.plan
         assert plan is not None
         return _norm_of_all(measured[0]), torch.float64 if measured[0].per_gradient else plan.dtype
-    found, device = list(map(_norm_of_all, measured)), _device_of(groups)
+    found = list(map(_norm_of_all, measured))
+    device = groups[0].gradients.device if groups else torch.device("cpu")
     numbers = [norm for norm in found if isinstance(norm, float)]
     if len(numbers) == len(found) and choose.host_decides(device):
         return combine_numbers(numbers, 2.0) if numbers else 0.0, torch.float64
@@ -515,10 +501,6 @@ def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:
         return False
     device = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
-
-
-def _device_of(groups: Sequence[ClipGroup]) -> torch.device:
-    return groups[0].gradients.device if groups else torch.device("cpu")
 
 
 def _norm_of(norms: Tensor) -> Tensor:

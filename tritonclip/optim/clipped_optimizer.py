@@ -45,16 +45,14 @@ from tritonclip.optim.log import StepLog
 from tritonclip.optim.outliers import OutlierTest, as_loss
 from tritonclip.optim.param_groups import (
     check_group,
-    first_device,
     options_of,
     refuse_differentiable,
     rule_of_all,
     unclipped,
 )
-from tritonclip.optim.policy import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step import Step
-from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
+from tritonclip.optim.step import Step, StepNonfinite, policy_of
+from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import (
     PATIENCE,
@@ -212,7 +210,7 @@ class ClippedOptimizer(ScalerSide):
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
         groups = optimizer.param_groups
-        self._log = StepLog(ClipStats(first_device(groups)), RuleStates(outliers), watch)
+        self._log = StepLog(ClipStats(self._grouping.device), RuleStates(outliers), watch)
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
@@ -309,7 +307,12 @@ class ClippedOptimizer(ScalerSide):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
+        if not (recorder is None or isinstance(recorder, Recorder)):
+            raise TypeError(
+                f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
+                "tritonclip.record('run.csv')"
+            )
+        self._log.recorder, self._log.names = recorder, ParameterNames()
         if recorder is not None:
             recorder.note_user(self)
 
@@ -461,13 +464,7 @@ class ClippedOptimizer(ScalerSide):
         return step
 
     def _judge(self, step: Step, overflow: Flag, skip: Flag) -> Verdict:
-        """The verdict on a measured step; waits for the device where it cannot decide.
-
-        Args:
-            step: measured.
-            overflow: whether a GradScaler found one.
-            skip: whether the policy or the test for outliers skips it.
-        """
+        """The verdict on a measured step; waits for the device where it cannot decide."""
         if skip is True:
             # An overflow is the GradScaler's.
             overflow, skip = (overflow, False) if overflow else (False, True)
@@ -491,7 +488,7 @@ class ClippedOptimizer(ScalerSide):
         """Whether the error of a step that is not finite waits for no device."""
         return (
             self._policy.is_late
-            and not choose.host_decides(first_device(self.optimizer.param_groups))
+            and not choose.host_decides(self._grouping.device)
             and self._decides_on_device()
             and not (self._grouping.processes is not None and has_momentum(self.optimizer))
         )
@@ -519,14 +516,6 @@ class ClippedOptimizer(ScalerSide):
         """
         self._log.synchronize(self.optimizer.param_groups)
 
-    @torch.compiler.disable
-    @without_grad
-    def _measure_evaluation(
-        self, grad_scale: Tensor | float | None, *, refusal: Exception | None = None
-    ) -> Step:
-        """Measures the gradients of an evaluation of a closure; see `_measure`."""
-        return self._measure(grad_scale, refusal=refusal)
-
     def _measure(
         self,
         grad_scale: Tensor | float | None = None,
@@ -540,13 +529,10 @@ class ClippedOptimizer(ScalerSide):
             grad_scale: the loss scale that all gradients still carry; None for none.
             check_finite: whether every gradient is finite will be read.
             refusal: an earlier error, raised after other processes got it.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
         grouping, recorder, policy = self._grouping, self._log.recorder, self._policy
         groups = self.optimizer.param_groups
-        device = first_device(groups)
+        device = grouping.device
         if device != self._log.stats.last_norm.device:
             self.stats.move_(device)
         refusal = refusal or grouping.refresh()
@@ -566,7 +552,6 @@ class ClippedOptimizer(ScalerSide):
                 groups,
                 grouping.flat,
                 self._log.names,
-                grad_scale,
                 is_collective=grouping.processes is not None,
             )
             refusal = refusal or record.refusal
@@ -574,14 +559,19 @@ class ClippedOptimizer(ScalerSide):
             clip_groups,
             groups,
             self._log.states,
-            grad_scale,
             policy,
             record,
+            grad_scale=1.0 if grad_scale is None else grad_scale,
+            is_scaled=grad_scale is not None,
             check_finite=check_finite,
             by_gradient=by_gradient,
         )
         step.measure(refusal, grouping.processes, raises_if_nonfinite=raises_if_nonfinite)
         return step
+
+    # For callers that may record a graph.
+    _measure_evaluation = torch.compiler.disable(without_grad(_measure))
+    _begin_scaled = torch.compiler.disable(without_grad(_begin))
 
     def _raises_if_nonfinite(self) -> bool:
         """Whether a step that is not finite raises, and is no overflow."""
@@ -645,7 +635,7 @@ class ClippedOptimizer(ScalerSide):
         rest, part = split_part(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
-        loaded = self._log.loaded(part, self._grouping.rules(), self.optimizer.param_groups)
+        loaded = self._log.loaded(part, self._grouping)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
         self._log.restore(*loaded, self.optimizer.param_groups)
 

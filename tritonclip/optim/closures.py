@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -17,6 +17,8 @@ from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import Step, version_of
 
 Closure = Callable[[], Any]
+# Measures the gradients of an evaluation, or raises `refusal=`, which other processes get.
+Measure = Callable[..., Step]
 _NO_LOSS = (
     "the closure computed gradients and returned None; expected the loss: end it with "
     "`return loss`, after loss.backward(). Nothing was clipped or updated"
@@ -31,13 +33,6 @@ NO_LOSS_FOR_LBFGS = (
 )
 
 
-class Measure(Protocol):
-    """Measures the gradients of an evaluation, or raises a refusal, which other processes get."""
-
-    def __call__(self, *, refusal: Exception | None = None) -> Step:
-        """The step, measured."""
-
-
 class _NonfiniteEvaluationError(Exception):
     """A closure that was evaluated again, within a step, gave gradients that are not finite."""
 
@@ -45,20 +40,13 @@ class _NonfiniteEvaluationError(Exception):
 def step_checking(
     inner: Optimizer, closure: Closure, first: Any, measure: Measure, log: StepLog
 ) -> tuple[Any, bool]:
-    """Checks a first evaluation while nothing has changed, and hands the optimizer its result.
+    """Checks a first evaluation, whose loss is `first`, while nothing has changed.
 
-    Args:
-        inner: the wrapped optimizer.
-        closure: for evaluations after the first.
-        first: the loss of the first evaluation.
-        measure: measures the gradients of an evaluation.
-        log: for the step.
-
-    Returns:
-        The result of its step, `first` of one that was left out; and whether it was taken.
+    Returns the result of the optimizer's step, or `first` of one that was left out; and whether it
+    was taken.
     """
     step = measure()
-    if _is_unwanted(step):
+    if bool(_is_unwanted(step)):
         step.verdict = SKIPPED
         log.add(step)
         return first, False
@@ -76,16 +64,9 @@ def step_evaluating(
 ) -> tuple[Any, bool]:
     """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
 
-    Args:
-        inner: the wrapped optimizer.
-        closure: of the user.
-        measure: measures the gradients of an evaluation.
-        log: for the step.
-        first: loss and gradients of an evaluation that takes the place of the first one, in a step
-            that ends where a later one is not finite.
-
-    Returns:
-        The result of its step, and whether it was taken; if not, it is undone.
+    `first`, loss and gradients of an evaluation that was checked, takes the place of the first one;
+    the step then ends where a later one is not finite. Returns the result of the optimizer's step,
+    and whether it was taken; if not, it is undone.
     """
     steps: list[Step] = []
     outcomes: list[Outcomes] = []
@@ -154,13 +135,8 @@ def step_evaluating(
 
 
 # Their caller may compute gradients.
+_is_unwanted = torch.compiler.disable(without_grad(Step.is_unwanted))
 _clip_ = torch.compiler.disable(without_grad(Step.clip_))
-
-
-@torch.compiler.disable
-@without_grad
-def _is_unwanted(step: Step) -> bool:
-    return bool(step.is_unwanted())
 
 
 def _merged(evaluations: list[Outcomes]) -> Outcomes:
@@ -192,14 +168,8 @@ def _watch(groups: Groups) -> Callable[[], bool]:
 def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """The loss, or None of a closure that leaves gradients alone, as trainers pass.
 
-    Args:
-        closure: of the user.
-        inner: the wrapped optimizer.
-        measure: takes the refusal of a closure, because other processes, which have evaluated
-            theirs, may wait for norms.
-
-    Raises:
-        TypeError: a closure that computes gradients and returns None, or that gives LBFGS None.
+    A closure that computes gradients and returns None, or that gives LBFGS None, is refused by
+    `measure`: other processes, which have evaluated theirs, may wait for norms.
     """
     groups = inner.param_groups
     before = [

@@ -11,8 +11,9 @@ from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.monitor.verdict import either
+from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.outliers import OutlierTest
-from tritonclip.optim.param_groups import Groups, first_device
+from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames
@@ -25,7 +26,6 @@ class StepLog:
     """Counts and remembers the steps of a wrapper, taken and left out.
 
     Attributes:
-        stats: norms, coefficients and counts.
         states: of rules, and of the test for outliers.
         watch: looks at the number of steps skipped in a row.
         errors: leaves steps out until the error of the first is raised.
@@ -91,21 +91,12 @@ class StepLog:
         return saved
 
     def loaded(
-        self, part: object, rules: dict[str, Rule], groups: Groups
+        self, part: object, grouping: Grouping
     ) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
         """Loads a checkpoint into new objects; this log stays as it is until `restore`.
 
-        Args:
-            part: the result of `state_dict`.
-            rules: those of the program, by their keys in a checkpoint.
-            groups: of the optimizer.
-
-        Returns:
-            Statistics, states, and the recorder's state or None, for `restore`.
-
-        Raises:
-            ValueError: norms that were remembered for another rule; anything but the result of
-                `state_dict`.
+        Returns statistics, states, and the recorder's state or None. ValueError for norms that were
+        remembered for another rule, and for anything but the result of `state_dict`.
         """
         if not isinstance(part, dict):
             raise ValueError(
@@ -114,14 +105,14 @@ class StepLog:
             )
         part = dict(part)
         states = RuleStates(OutlierTest(self.states.outliers.skip_above))
-        n_parameters = sum(len(group["params"]) for group in groups)
-        states.load_state_dict(part.pop("memory", {}), rules, n_parameters)
+        n_parameters = sum(len(group["params"]) for group in grouping.groups)
+        states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
         states.steps = saved_count("calls", part.pop("calls", 0))
         recorded = part.pop("recorder", None)
         if recorded is not None:
             saved_place(recorded)
         part.pop("has_state", None)
-        stats = ClipStats(first_device(groups))
+        stats = ClipStats(grouping.device)
         stats.load_state_dict(part)
         return stats, states, recorded
 

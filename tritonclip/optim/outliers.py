@@ -24,12 +24,10 @@ OWNERS = OUTLIERS, LOSSES = "outliers", "losses"
 
 
 class Judgement(NamedTuple):
-    """Whether a step is an outlier, and the states of the tests after it.
+    """Whether a step is an outlier: norm, loss and flag are numbers, or 0-d on a device.
 
     Attributes:
-        norm: of the step: a number where the host decides; else 0-d.
-        loss: likewise, the mean over all processes; None where none was given.
-        flag: likewise; 0-d bool.
+        loss: the mean over all processes; None where none was given.
         tests: the states of its tests, and their values after this step.
     """
 
@@ -77,11 +75,7 @@ class _Norm(NamedTuple):
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
-    """The user's `skip_above`.
-
-    Raises:
-        TypeError, ValueError: neither a limit, nor :class:`Outlier`, nor None.
-    """
+    """The user's `skip_above`."""
     if skip_above is None or isinstance(skip_above, Outlier):
         return skip_above
     try:
@@ -96,12 +90,7 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
 def as_loss(
     loss: object, skip_above: float | Outlier | None, *, is_recorded: bool
 ) -> float | Tensor | None:
-    """The user's `loss`, without its graph; recorded, or judged by an `Outlier`.
-
-    Raises:
-        TypeError: neither one real number nor None.
-        ValueError: a number that nothing judges or records.
-    """
+    """The user's `loss`, without its graph; recorded, or judged by an `Outlier`."""
     if loss is None:
         return None
     if not (is_recorded or isinstance(skip_above, Outlier)):
@@ -130,12 +119,18 @@ def _of_losses(above: Outlier) -> LossOutlier:
     return LossOutlier(above.sigmas, above.window)
 
 
+def copy_of(saved: dict[str, Any]) -> ClipState:
+    """A copy of a state from its `state_dict`, which no step waits to look at."""
+    state = ClipState()
+    state.load_state_dict(saved)
+    state._is_loaded = False
+    return state
+
+
 class OutlierTest:
     """Whether steps are outliers, and the states of the test.
 
-    Attributes:
-        skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
-        loss: of the step to come, to be judged beside its norm; None for none.
+    `loss` is that of the step to come, to be judged beside its norm; None for none.
     """
 
     def __init__(self, skip_above: object = None) -> None:
@@ -213,10 +208,7 @@ class OutlierTest:
     def copy(self) -> OutlierTest:
         """One that goes on alone, without the loss."""
         twin = OutlierTest(self.skip_above)
-        for owner, saved in self.state_dict(is_whole=False).items():
-            twin._states[owner] = ClipState()
-            twin._states[owner].load_state_dict(saved)
-            twin._states[owner]._is_loaded = False
+        twin._states = {o: copy_of(saved) for o, saved in self.state_dict(is_whole=False).items()}
         return twin
 
     def restore(self, states: dict[str, ClipState]) -> None:

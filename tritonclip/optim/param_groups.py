@@ -4,7 +4,6 @@ from collections.abc import Container, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from tritonclip.distributed.process_groups import Processes
@@ -44,15 +43,7 @@ def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
 def check_group(number: int, group: Mapping[str, Any], options: Container[str]) -> None:
     """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
 
-    Also one that `refuse_differentiable` refuses.
-
-    Args:
-        number: of the group.
-        group: of a wrapped optimizer.
-        options: keys that mean something else.
-
-    Raises:
-        TypeError, ValueError: names the group and its value.
+    Also one that `refuse_differentiable` refuses. `options` are keys that mean something else.
     """
     if "clip" in options:
         raise ValueError(
@@ -60,7 +51,8 @@ def check_group(number: int, group: Mapping[str, Any], options: Container[str]) 
             "looked for; expected an optimizer without: clip by clip_ before its step"
         )
     for key in group:
-        if key not in options and key != "clip" and _is_lookalike(key):
+        is_known = key in options or key == "clip"
+        if not is_known and get_close_matches(str(key).lower(), _LOOKALIKES, 1, _CLOSE):
             raise ValueError(
                 f"param_groups[{number}] has the unknown key {key!r}. A group's rule is its key "
                 "'clip', where None leaves the group alone; need_clip = False is an attribute of a "
@@ -71,16 +63,8 @@ def check_group(number: int, group: Mapping[str, Any], options: Container[str]) 
     refuse_differentiable(number, group)
 
 
-def _is_lookalike(key: str) -> bool:
-    return bool(get_close_matches(str(key).lower(), _LOOKALIKES, 1, _CLOSE))
-
-
 def rule_of_all(clip: object) -> Rule:
-    """The rule of a wrapper, for the groups that carry none.
-
-    Raises:
-        TypeError, ValueError: no rule.
-    """
+    """The rule of a wrapper, for the groups that carry none."""
     if clip is None:
         raise TypeError(
             "clip must be a number or a rule, got None; to clip only groups that have a rule of "
@@ -90,11 +74,7 @@ def rule_of_all(clip: object) -> Rule:
 
 
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
-    """The rule that a parameter group carries under `clip`; None leaves the group alone.
-
-    Raises:
-        TypeError, ValueError: names the group whose value is no rule.
-    """
+    """The rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]
     try:
         return None if clip is None else as_rule(clip)
@@ -103,26 +83,13 @@ def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
 
 
 def rules_of(groups: Groups) -> dict[int, Rule | None]:
-    """The rules that parameter groups carry.
-
-    Raises:
-        TypeError, ValueError: names the group whose value is no rule.
-    """
+    """The rules that parameter groups carry."""
     return {index: rule_of(index, group) for index, group in enumerate(groups) if "clip" in group}
 
 
 def key_of(group_index: int | None) -> str:
     """The name of a group's rule, norms and state in checkpoints and records; None: all others'."""
     return "rule" if group_index is None else f"group{group_index}"
-
-
-def first_device(groups: Groups) -> torch.device:
-    """The device of the first parameter."""
-    for group in groups:
-        for parameter in group["params"]:
-            device: torch.device = parameter.device
-            return device
-    return torch.device("cpu")
 
 
 def label_of_member(groups: Groups, index: int, position: int) -> str:
@@ -149,11 +116,7 @@ def not_in_buffers(
 ) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
-    Raises:
-        TypeError: an argument that is no FlatGradients.
-        ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip;
-            `copies` of processes.
-        RuntimeError: buffers of a parameter that is gone.
+    Refuses an optimizer that lacks a parameter of the buffers, or has another one to clip.
     """
     if flat is None:
         return []

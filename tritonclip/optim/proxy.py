@@ -2,6 +2,7 @@
 
 import re
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,15 +28,11 @@ class OptimizerProxy(Optimizer):
     its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
     the wrapped one. Public attributes that only the wrapped optimizer has are read through this
     one, and its methods called. One that is set stays here.
-
-    Args:
-        optimizer: to be wrapped.
-
-    Attributes:
-        optimizer: the wrapped optimizer.
     """
 
     optimizer: Optimizer
+    _save: Callable[[], dict[str, Any]]
+    _load: Callable[[dict[str, Any]], None]
 
     # Optimizer.__init__ would make groups of its own.
     def __init__(self, optimizer: Optimizer) -> None:
@@ -129,9 +126,3 @@ class OptimizerProxy(Optimizer):
         self._load(state_dict)
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
-
-    def _save(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError

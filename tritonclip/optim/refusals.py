@@ -1,18 +1,14 @@
-"""Why a step is refused: errors of its clip groups, of all processes, and for NaN and inf."""
+"""Why a step is refused: errors of its clip groups, and for NaN and inf."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.agreement import agree, describe_parameters, describe_rule
-from tritonclip.distributed.gradients import ShardedGradients
-from tritonclip.distributed.process_groups import Processes, domain_of
-from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
@@ -20,7 +16,7 @@ from tritonclip.engine.checks import (
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
-from tritonclip.optim.clip_groups import ClipGroup, NormRequest
+from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups, label_of_member
 
 NONFINITE_REMEDY = (
@@ -29,42 +25,10 @@ NONFINITE_REMEDY = (
 )
 
 
-def refused(check: Callable[[], None], groups: Sequence[ClipGroup]) -> Exception | None:
-    """The error of a check, if other processes wait for norms; None for no error.
-
-    All clip groups are then refused: measuring them hands the error to the others. Where nobody
-    waits, it raises.
-
-    Args:
-        check: raises an error where the gradients cannot be clipped.
-        groups: all that are measured in this step.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: that of the check.
-    """
-    try:
-        check()
-    except Exception as error:
-        spread = [group.gradients for group in groups if group.is_spread]
-        for gradients in spread:
-            gradients.reject_(error)
-        if not spread:
-            raise
-        return error
-    return None
-
-
 def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
-    """Refuses gradients that their rules have no meaning for.
+    """Refuses gradients that their rules have no meaning for, or that were refused when collected.
 
-    Args:
-        groups: of the step.
-        param_groups: of the optimizer.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: gradients that their rule has no meaning for, or that
-            were refused when they were collected; a gradient in two clip groups; a rule that
-            excludes parameters of no group.
+    Also a gradient in two clip groups, and a rule that excludes parameters of no group.
     """
     for group in groups:
         if group.gradients.error is not None:
@@ -110,12 +74,7 @@ def _refuse_shared(lists: Sequence[Gradients]) -> None:
 
 
 def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
-    """RuntimeError for a step that is not finite, which names the parameters with NaN or inf.
-
-    Args:
-        groups: measured.
-        remedy: ends the message.
-    """
+    """RuntimeError for a step that is not finite, which names the parameters with NaN or inf."""
     for group in groups:
         if group.norms is not None:
             if not group.unclipped:
@@ -133,9 +92,7 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
 def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_groups: Groups) -> str:
     """Names the finite gradients next to those that are not, which bracket a layer; or "".
 
-    Args:
-        found: gradient lists, and for each gradient whether it is finite.
-        param_groups: of the optimizer, whose order of parameters counts.
+    `found` has gradient lists, and for each gradient whether it is finite.
     """
     places: dict[str, int] = {}
     for index, group in enumerate(param_groups):
@@ -156,40 +113,3 @@ def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_grou
     if not nearest:
         return "; no other is finite" if len(bad) < len(names) else ""
     return f"; the nearest finite ones in the order of the parameters: {', '.join(nearest)}"
-
-
-def verify_agreement(
-    groups: Sequence[ClipGroup],
-    requests: Sequence[NormRequest],
-    describe: Callable[[], Mapping[str, str]],
-    refusal: Exception | None,
-    param_groups: Groups,
-    processes: Processes | None,
-) -> None:
-    """Under `verify()`, raises on every process where they differ in a step that they share.
-
-    Args:
-        groups: of the step.
-        requests: all norms of the step.
-        describe: gives text of what else has to agree, by name.
-        refusal: the error of this process, which is raised on all.
-        param_groups: of the optimizer.
-        processes: the processes that the gradients are spread over.
-    """
-    meshes = meshes_of(p for group in param_groups for p in group["params"])
-    if not meshes and processes is None:
-        return
-    texts = {"the call": "a step of ClippedOptimizer", **describe()}
-    names = [group.owner for group in groups if group.is_spread]
-    texts["the parameter groups with a rule"] = ", ".join(names)
-    for group in groups:
-        gradients = group.gradients
-        if isinstance(gradients, ShardedGradients) and group.is_spread:
-            texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
-            if gradients.sharding.one_list:
-                found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
-                texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
-    texts["the norms to measure"] = str(
-        [request.describe() for request in requests if request.group.is_spread]
-    )
-    agree(texts, refusal, domain_of(meshes, None if processes is None else processes.group))

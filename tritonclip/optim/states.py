@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tritonclip.optim.outliers import OWNERS, OutlierTest
+from tritonclip.optim.outliers import OWNERS, OutlierTest, copy_of
 from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 
@@ -18,11 +18,8 @@ class RuleStates:
 
     A state follows its group, and a history its parameter, wherever they stand. Their positions
     count in checkpoints and in copies only. Parameters that were met are kept alive, also where no
-    group has them any more, as `optimizer.state` keeps them.
-
-    Attributes:
-        steps: calls of the wrapper's `step` so far, which functions of the step are given.
-        outliers: the test of norms and losses, whose states lie beside these in checkpoints.
+    group has them any more, as `optimizer.state` keeps them. `steps` counts calls of the wrapper's
+    `step`, which functions of the step are given.
     """
 
     def __init__(self, outliers: OutlierTest) -> None:
@@ -48,10 +45,7 @@ class RuleStates:
         """Finds groups and parameters where they stand now.
 
         A new parameter in the place of one that no group holds any more takes over its history.
-
-        Args:
-            groups: of the optimizer.
-            each: whether parameters may have changed in groups that have not; a look at each.
+        Without `each`, parameters of groups that have not changed are not looked at.
         """
         last = self._groups
         same = last is not None and len(last) == len(groups) and all(map(is_, last, groups))
@@ -104,24 +98,16 @@ class RuleStates:
     def rows(
         self, parameters: Sequence[Tensor], *, grouped: bool = True
     ) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters, None for all in order; and the number of all rows.
+        """The rows of parameters that were met, None for all in order; and the number of all rows.
 
-        Args:
-            parameters: that were met.
-            grouped: they stand in the order of their groups.
+        `grouped`: they stand in the order of their groups.
         """
         if grouped and self._in_order and len(parameters) == self._n_rows:
             return None, self._n_rows
         return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
-        """The rule, bound to its state for the next step.
-
-        Args:
-            group_index: of the one group that has it; None for the wrapper's.
-            rule: any rule.
-            numbering: the rows of its parameters.
-        """
+        """The rule of a group, None for the wrapper's, bound to its state for the next step."""
         owner = key_of(group_index)
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
@@ -131,23 +117,15 @@ class RuleStates:
     def take_over(
         self, group_index: int | None, bound_rule: BoundRule, numbering: Numbering
     ) -> BoundRule:
-        """The rule of a measured step, bound to a state of another `RuleStates`.
-
-        Args:
-            group_index: as for `bind`.
-            bound_rule: of the step; returned as it is where the state here is of another rule.
-            numbering: the rows of its parameters here.
-        """
+        """The rule of a measured step, bound to the state here, unless that is of another rule."""
         state = self._states.setdefault(key_of(group_index), ClipState())
         return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
 
     def state_dict(self, groups: Groups, rules: Mapping[str, Rule] | None = None) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now.
 
-        Args:
-            groups: of the optimizer.
-            rules: those of the program, by owner: all that may remember something have a state,
-                for checkpoints are loaded into a new one with the same keys.
+        All `rules` of the program that may remember something have a state, for checkpoints are
+        loaded into a new one with the same keys.
         """
         rows: Sequence[int] = ()
         if self._states:
@@ -163,25 +141,15 @@ class RuleStates:
         """A copy that meets the copies of groups and parameters in the order of these."""
         twin = RuleStates(self.outliers.copy())
         twin.steps = self.steps
-        for owner, saved in self.state_dict(groups).items():
-            if owner in self._states:
-                twin._states[owner] = ClipState()
-                twin._states[owner].load_state_dict(saved)
-                # No step waits to look at them.
-                twin._states[owner]._is_loaded = False
+        saved = self.state_dict(groups)
+        twin._states = {owner: copy_of(saved[owner]) for owner in self._states}
         return twin
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
-        """Takes the result of `state_dict`.
+        """Takes the result of `state_dict`; the rules are those of the program, by owner.
 
-        Args:
-            states: as saved.
-            rules: those of the program, by owner.
-            n_parameters: of the optimizer.
-
-        Raises:
-            ValueError: norms that were remembered for another rule, or for more parameters; any
-                other damage.
+        ValueError for norms that were remembered for another rule, or for more parameters, and for
+        any other damage.
         """
         if not isinstance(states, dict):
             raise ValueError(

@@ -8,28 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 from math import inf
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed.agreement import (
+    agree,
     ask_limits,
+    describe_parameters,
     describe_rule,
     describe_state,
     has_user_limit,
     limited,
 )
-from tritonclip.distributed.process_groups import Processes
+from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.distributed.process_groups import Processes, domain_of
+from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.monitor.verdict import TAKEN, Flag, either
+from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, either
 from tritonclip.optim.clip_groups import (
     ClipGroup,
+    NormRequest,
     global_norm_of,
     hides_nonfinite,
     measure_requests,
@@ -39,41 +45,71 @@ from tritonclip.optim.clip_groups import (
 )
 from tritonclip.optim.outliers import Judgement
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.policy import Policy
 from tritonclip.optim.refusals import (
     NONFINITE_REMEDY,
     nearest_finite,
     refuse,
     refuse_nonfinite,
-    refused,
-    verify_agreement,
 )
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive
 
+StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
 
+
+class Policy(NamedTuple):
+    """What happens in a step whose gradients or norms are NaN or inf.
+
+    Attributes:
+        name: as users write it.
+        checks: every gradient is checked, also those that no rule clips.
+        zeroes: the gradients that share a rule become 0.
+        skips: the step is left out, and counted as skipped.
+        raises: RuntimeError names the gradients.
+        is_late: the error comes some steps later, where no step waits for the device.
+    """
+
+    name: str
+    checks: bool = False
+    zeroes: bool = False
+    skips: bool = False
+    raises: bool = False
+    is_late: bool = False
+
+
+_POLICIES = (
+    Policy("propagate"),
+    Policy("error", checks=True, raises=True),
+    Policy("async_error", checks=True, raises=True, is_late=True),
+    Policy("zero", zeroes=True),
+    Policy("skip", checks=True, skips=True),
+)
+
+
+def policy_of(nonfinite: object) -> Policy:
+    """The policy of a name; ValueError for an unknown one."""
+    for policy in _POLICIES:
+        if policy.name == nonfinite:
+            return policy
+    raise ValueError(
+        "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
+        f"{nonfinite!r}"
+    )
+
+
+@dataclass(slots=True, eq=False)
 class Step:
     """The gradients of one step, in clip groups that `measure` measures and `clip_` clips.
 
-    Args:
-        clip_groups: of all gradients; none is measured.
-        param_groups: of the optimizer.
-        states: of its rules whose limit changes from step to step.
-        grad_scale: the loss scale that all gradients still carry; None for none.
-        policy: for NaN and inf.
+    Attributes:
+        states: of the rules whose limit changes from step to step.
+        grad_scale: the loss scale that all gradients still carry, if `is_scaled`.
         record: for a recorder; None without one.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         by_gradient: which gradients are finite is measured, for an error some steps later.
-
-    Attributes:
-        clip_groups: as handed over.
-        param_groups: as handed over.
-        policy: as handed over.
-        by_gradient: as handed over.
-        record: as handed over.
         follows: a rule has a limit that changes from step to step.
         outlier: the result of the test for outliers, where there is one.
         verdict: whether the step is left out.
@@ -81,33 +117,26 @@ class Step:
         is_clipped: all gradients are written.
     """
 
-    def __init__(
-        self,
-        clip_groups: list[ClipGroup],
-        param_groups: Groups,
-        states: RuleStates,
-        grad_scale: Tensor | float | None,
-        policy: Policy,
-        record: StepRecord | None,
-        *,
-        check_finite: bool,
-        by_gradient: bool,
-    ) -> None:
-        self.clip_groups, self.param_groups, self._states = clip_groups, param_groups, states
-        self.by_gradient, self._check_finite = by_gradient, check_finite
-        self._is_scaled = grad_scale is not None
-        self._grad_scale = 1.0 if grad_scale is None else grad_scale
-        self.policy, self.record, self.follows = policy, record, False
-        self.outlier: Judgement | None = None
-        self.verdict = TAKEN
-        self.outcomes: Outcomes = {}
-        self.is_clipped = False
-        # Clip groups over processes whose limits are asked before the first write.
-        self._user_limited: Sequence[ClipGroup] = ()
-        # The clip group that is written, or was last.
-        self._writing: ClipGroup | None = None
-        # Of a step that failed: its gradients and their versions, and whether the next goes on.
-        self._left: list[tuple[Tensor, int]] = []
+    clip_groups: list[ClipGroup]
+    param_groups: Groups
+    states: RuleStates
+    policy: Policy
+    record: StepRecord | None
+    grad_scale: Tensor | float
+    is_scaled: bool
+    check_finite: bool
+    by_gradient: bool
+    follows: bool = False
+    outlier: Judgement | None = None
+    verdict: Verdict = TAKEN
+    outcomes: Outcomes = field(default_factory=dict)
+    is_clipped: bool = False
+    # Clip groups over processes whose limits are asked before the first write.
+    _user_limited: Sequence[ClipGroup] = ()
+    # The clip group that is written, or was last.
+    _writing: ClipGroup | None = None
+    # Of a step that failed: its gradients and their versions, and whether the next goes on.
+    _left: Sequence[tuple[Tensor, int]] = ()
 
     def measure(
         self,
@@ -122,50 +151,65 @@ class Step:
             refusal: the error for gradients that cannot be clipped, if that is known already.
             processes: the processes that the gradients are spread over.
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
-        groups, record, check_finite = self.clip_groups, self.record, self._check_finite
-        by_value = check_finite or self.policy.zeroes
-        if len(groups) == 1 and refusal is None and self._is_usual(groups[0]):
+        groups, record, check_finite = self.clip_groups, self.record, self.check_finite
+        is_usual = False
+        if len(groups) == 1 and refusal is None:
             (group,) = groups
-            rule = group.rule if group.rule.fixed else self._bound(group)
+            plan, rule = group.gradients.plan, group.rule
+            # Nothing refuses the only clip group, and no other norm of it is needed yet.
+            is_usual = (
+                plan is not None
+                and plan.ordinary
+                and not (rule.per_unit or rule.spectral)
+                and not (check_finite and hides_nonfinite(rule.norm_type))
+            )
+        if is_usual:
+            if not rule.fixed:
+                rule = self._bound(group)
             if record is not None:
                 record.check(groups)
-            if by_value or not rule.clamps:
+            if check_finite or self.policy.zeroes or not rule.clamps:
                 # Raises where a rule of the user set them to anything else, at any time.
                 if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
                     _ = rule.norm
-                scale = 1.0 if rule.clamps else self._grad_scale
+                scale = 1.0 if rule.clamps else self.grad_scale
+                group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
                 if group.by_name:
-                    norms = group.gradients.measure(rule.norm, scale)
-                    group.keep(rule.norm, norms, of_rule=True)
-                else:
-                    group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+                    group.keep(rule.norm, group.norms, of_rule=True)
             if self.by_gradient:
                 group.measure_finite_()
             if record is not None:
                 if group.by_name:
-                    measure_requests(recorded_requests(group), self._grad_scale)
-                record.measure(groups, self._grad_scale)
+                    measure_requests(recorded_requests(group), self.grad_scale)
+                record.measure(groups, self.grad_scale)
             return
+        self._measure_all(refusal, processes, raises_if_nonfinite)
+
+    def _measure_all(
+        self,
+        refusal: Exception | None,
+        processes: Processes | None,
+        raises_if_nonfinite: Callable[[], bool] | None,
+    ) -> None:
+        """As `measure`, of several clip groups or norms, and over processes."""
+        groups, record = self.clip_groups, self.record
         recorded = [] if record is None else record.clip_groups
-        refusal = refused(partial(self._check, refusal), [*groups, *recorded])
+        refusal = self._checked(refusal, [*groups, *recorded])
         # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
         has_shared = any(group.has_norm and group.index is None for group in groups)
         needed = requests(
             groups,
             recorded,
-            by_value=by_value,
-            check_finite=check_finite,
-            two_norm=self._states.outliers.skip_above is not None
+            by_value=self.check_finite or self.policy.zeroes,
+            check_finite=self.check_finite,
+            two_norm=self.states.outliers.skip_above is not None
             or not (record is None or has_shared),
         )
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
-            verify_agreement(groups, needed, self._describe, error, self.param_groups, processes)
-        measure_requests(needed, self._grad_scale)
+            self._verify_agreement(needed, error, processes)
+        measure_requests(needed, self.grad_scale)
         if self.by_gradient:
             for group in groups:
                 group.measure_finite_()
@@ -176,7 +220,7 @@ class Step:
                     self.raise_if_nonfinite()
             raise refusal
         if record is not None:
-            record.measure(groups, self._grad_scale)
+            record.measure(groups, self.grad_scale)
         user_limited = [
             group
             for group in groups
@@ -186,56 +230,81 @@ class Step:
             group.rule = limited(group.rule)
         self._user_limited = user_limited
 
-    def _describe(self) -> dict[str, str]:
-        """Text of what processes of one step have to agree on, beside rules and gradients."""
-        outliers, above = self._states.outliers, self._states.outliers.skip_above
+    def _verify_agreement(
+        self, needed: Sequence[NormRequest], error: Exception | None, processes: Processes | None
+    ) -> None:
+        """Raises on every process where they differ in a step that they share, or one has an error.
+
+        Args:
+            needed: all norms of the step.
+            error: of this process.
+            processes: the processes that the gradients are spread over.
+        """
+        meshes = meshes_of(p for group in self.param_groups for p in group["params"])
+        if not meshes and processes is None:
+            return
+        outliers, above = self.states.outliers, self.states.outliers.skip_above
         is_judged = isinstance(above, Outlier) and outliers.loss is not None
+        spread = [group for group in self.clip_groups if group.is_spread]
         texts = {
+            "the call": "a step of ClippedOptimizer",
             "the policy for NaN and inf": self.policy.name,
-            "the loss scale": repr(float(self._grad_scale)),
+            "the loss scale": repr(float(self.grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "a loss" if is_judged else "none",
         }
-        for owner, state in self._states.state_dict(self.param_groups).items():
+        for owner, state in self.states.state_dict(self.param_groups).items():
             texts[f"the state of {owner}"] = describe_state(state)
-        return texts
-
-    def _is_usual(self, group: ClipGroup) -> bool:
-        """Whether nothing refuses the only clip group, and no other norm of it is needed yet."""
-        plan, rule = group.gradients.plan, group.rule
-        return (
-            plan is not None
-            and plan.ordinary
-            and not (rule.per_unit or rule.spectral)
-            and not (self._check_finite and hides_nonfinite(rule.norm_type))
+        texts["the parameter groups with a rule"] = ", ".join(group.owner for group in spread)
+        for group in spread:
+            gradients = group.gradients
+            if isinstance(gradients, ShardedGradients):
+                texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
+                if gradients.sharding.one_list:
+                    found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
+                    texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
+        texts["the norms to measure"] = str(
+            [request.describe() for request in needed if request.group.is_spread]
         )
+        agree(texts, error, domain_of(meshes, None if processes is None else processes.group))
 
-    def _check(self, refusal: Exception | None) -> None:
-        """Refuses a step that cannot be clipped or recorded; binds changing rules to states."""
-        groups = self.clip_groups
-        if refusal is not None:
-            raise refusal
-        refuse(groups, self.param_groups)
-        for group in groups:
-            if not group.rule.fixed:
-                self._bound(group)
-        if self.record is not None:
-            self.record.check(groups)
+    def _checked(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
+        """The error of gradients that cannot be clipped or recorded; binds rules to states.
+
+        If other processes wait for norms, measuring the lists hands them the error. Else it raises.
+        """
+        try:
+            if refusal is not None:
+                raise refusal
+            refuse(self.clip_groups, self.param_groups)
+            for group in self.clip_groups:
+                if not group.rule.fixed:
+                    self._bound(group)
+            if self.record is not None:
+                self.record.check(self.clip_groups)
+        except Exception as error:
+            spread = [group.gradients for group in lists if group.is_spread]
+            for gradients in spread:
+                gradients.reject_(error)
+            if not spread:
+                raise
+            return error
+        return None
 
     def _bound(self, group: ClipGroup) -> Rule:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
         each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-        self._states.locate(self.param_groups, each=each)
+        self.states.locate(self.param_groups, each=each)
         rows = self._rows_of(group)
-        group.bound_rule = self._states.bind(group.index, group.rule, rows)
+        group.bound_rule = self.states.bind(group.index, group.rule, rows)
         group.rule = group.bound_rule
         return group.rule
 
     def _rows_of(self, group: ClipGroup) -> Numbering:
         """Looks up the rows of a clip group's parameters in the present states."""
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
-        states, flat, parameters = self._states, group.flat, group.gradients.sources
+        states, flat, parameters = self.states, group.flat, group.gradients.sources
         if parameters is None:
             assert flat is not None
             return lambda: states.rows(flat.parameters, grouped=False)
@@ -252,9 +321,9 @@ class Step:
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
         skip = self.nonfinite() if self.policy.skips else False
-        outliers = self._states.outliers
+        outliers = self.states.outliers
         if outliers.skip_above is not None:
-            self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self._grad_scale))
+            self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self.grad_scale))
             skip = either(skip, self.outlier.flag)
         return skip
 
@@ -290,10 +359,10 @@ class Step:
             self._writing = group
             if not group.unclipped:
                 outcomes[group.index] = group.clip_(
-                    self._grad_scale, zero_nonfinite=self.policy.zeroes
+                    self.grad_scale, zero_nonfinite=self.policy.zeroes
                 )
-            elif self._is_scaled and group.norms is not None:
-                group.clip_(self._grad_scale, zero_nonfinite=False)
+            elif self.is_scaled and group.norms is not None:
+                group.clip_(self.grad_scale, zero_nonfinite=False)
         self.outcomes, self.is_clipped = outcomes, True
         return outcomes
 
@@ -346,13 +415,12 @@ class Step:
     def resumes(self, present: Iterable[Tensor]) -> bool:
         """Whether the gradients are those that the failed step left, so that none is written again.
 
-        Raises:
-            RuntimeError: some are, and would be divided or clipped twice, or not at all.
+        RuntimeError where some are, and would be divided or clipped twice, or not at all.
         """
         here = set(map(id, present))
         same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
         whole = self.is_clipped
-        if not any(same) or (whole and not self._is_scaled and not all(same)):
+        if not any(same) or (whole and not self.is_scaled and not all(same)):
             return False
         if whole and all(same):
             return True
@@ -364,11 +432,9 @@ class Step:
     def refuse_other_scale(self, grad_scale: Tensor | float | None, *, scaler: bool) -> None:
         """RuntimeError where the next step, which goes on, is given another loss scale.
 
-        Args:
-            grad_scale: of the next step; None for none.
-            scaler: it is the step of a GradScaler, which has no scale where it has unscaled.
+        The step of a GradScaler (`scaler`) has no scale where it has unscaled.
         """
-        if scaler and grad_scale is None and self._is_scaled:
+        if scaler and grad_scale is None and self.is_scaled:
             raise RuntimeError(
                 "the step before ended after it divided these gradients by the loss scale, and "
                 "unscale_ of a GradScaler has divided them again; expected another step at once, "
@@ -376,18 +442,18 @@ class Step:
             )
         if scaler or grad_scale is None:
             return
-        if float(grad_scale) != float(self._grad_scale):
+        if float(grad_scale) != float(self.grad_scale):
             raise RuntimeError(
                 "the step before ended after it divided these gradients by the loss scale "
-                f"{float(self._grad_scale):g}, got grad_scale={float(grad_scale):g}; expected the "
+                f"{float(self.grad_scale):g}, got grad_scale={float(grad_scale):g}; expected the "
                 "same scale, or new gradients: call zero_grad and backward"
             )
 
     @without_grad
     def remember_in(self, states: RuleStates) -> None:
         """Has the step remembered by other states, of a checkpoint; its limits stay."""
-        if states is not self._states:
-            self._states = states
+        if states is not self.states:
+            self.states = states
             states.locate(self.param_groups)
             for group in self.clip_groups:
                 if group.bound_rule is not None:

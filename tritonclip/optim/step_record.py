@@ -6,7 +6,7 @@ order 2, inf and 0: each takes a reading of the gradients, but the first where t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -21,7 +21,7 @@ from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.monitor.verdict import Flag
-from tritonclip.named_norms import NamedNorms, is_measured, zeros_of
+from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, global_norm_of
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
 
@@ -62,78 +62,49 @@ def _are_same(parameters: Any, before: Any) -> bool:
     return len(parameters) == len(before) and all(map(is_, parameters, before))
 
 
-def _names_of_measured(group: ClipGroup, names: Sequence[str]) -> list[str]:
-    """Of the names of a clip group's parameters, those that have a norm."""
-    parameters = _parameters_in(group)
-    return [name for name, p in zip(names, parameters, strict=True) if is_measured(p)]
-
-
 # Numbers of one kind by name: norms, largest magnitudes, or shares of zeros. Those of no gradient.
 _Column = dict[str, float | Tensor]
 _NOTHING = (0.0, 0.0, 1.0)
 
 
-def _columns_by_name(group: ClipGroup, names: Sequence[str]) -> list[_Column]:
-    """Norms of a clip group's gradients by name, and statistics if a recorder takes them.
+def _add_columns_(columns: Sequence[_Column], group: ClipGroup, names: Sequence[str]) -> None:
+    """Adds norms of a clip group's gradients by name, and statistics if a recorder takes them.
 
     `_NOTHING` where there is no gradient; none for one that is an earlier one again.
     """
-    columns: list[_Column] = [{} for _ in range(3 if group.with_statistics else 1)]
     positions = group.gradients.positions()
     if positions is not None:
-        absent = [
-            name
-            for name, p in zip(names, _parameters_in(group), strict=True)
-            if is_measured(p) and p.grad is None
-        ]
-        columns = [dict.fromkeys(absent, nothing) for nothing in _NOTHING[: len(columns)]]
+        for name, p in zip(names, _parameters_in(group), strict=True):
+            if is_measured(p) and p.grad is None:
+                for column, nothing in zip(columns, _NOTHING, strict=False):
+                    column[name] = nothing
         names = [names[i] for i in positions]
     for column, values in zip(columns, _values_of(group), strict=False):
-        numbers = chain.from_iterable(
-            value if isinstance(value, Tensor) else (value,) for value in values
-        )
+        numbers = chain.from_iterable(v if isinstance(v, Tensor) else (v,) for v in values)
         column.update(zip(names, numbers, strict=True))
-    return columns
 
 
 def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
     """Each gradient's norm and statistics: numbers, or a tensor where the host does not decide."""
-    values = list(map(_numbers_of, group.recorded[:2]))
-    return values + list(map(_shares_of_zeros, group.recorded[2:]))
-
-
-def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
-    """The norm of each gradient."""
-    _verify(each)
-    numbers = each.numbers()
-    return numbers if isinstance(numbers, list) else [each.norm_here()]
-
-
-def _shares_of_zeros(each: Norms) -> Sequence[float | Tensor]:
-    """The share of zeros in each gradient, from norms of order 0."""
-    _verify(each)
-    zeros = zeros_of(each)
-    return [zeros] if isinstance(zeros, Tensor) else zeros
-
-
-def _verify(each: Norms) -> None:
-    plan = each.gradients.plan
-    assert plan is not None
-    if plan.verifying:
-        verify.check_norms(each)
+    values: list[Sequence[float | Tensor]] = []
+    for norm, each in zip(STATISTICS, group.recorded, strict=False):
+        plan = each.gradients.plan
+        assert plan is not None
+        if plan.verifying:
+            verify.check_norms(each)
+        # By a norm of order 0, the share of zeros.
+        found = zeros_of(each) if norm.order == 0 else each.numbers()
+        if found is None:
+            found = each.norm_here()
+        values.append(found if isinstance(found, list) else [found])
+    return values
 
 
 class StepRecord:
     """The norms of a step for its recorder, before clipping; refused before anything is written.
 
-    Args:
-        recorder: that takes them.
-        clip_groups: of the step.
-        groups: parameter groups of the optimizer.
-        flat: the gradients of all groups, if they are in buffers.
-        names: of the parameters, as the last step had them.
-        grad_scale: the loss scale that gradients still carry; None for none.
-        is_collective: other processes have to get the error for gradients that are refused.
+    `names` are kept from step to step. `is_collective`: other processes have to get the error for
+    gradients that are refused.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes have to get it.
@@ -148,13 +119,12 @@ class StepRecord:
         groups: Groups,
         flat: FlatGradients | None,
         names: ParameterNames,
-        grad_scale: Tensor | float | None,
         *,
         is_collective: bool,
     ) -> None:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
-        self._recorder, self._grad_scale = recorder, grad_scale
+        self._recorder = recorder
         # Clip groups whose reading gives the norm of each gradient, and names of their parameters.
         self._clipped: Sequence[ClipGroup] = ()
         self._names: Sequence[list[str]] = ()
@@ -213,7 +183,10 @@ class StepRecord:
             if group.gradients.positions() is None:
                 names += group_names
             else:
-                names += _names_of_measured(group, group_names)
+                parameters = _parameters_in(group)
+                names += [
+                    name for name, p in zip(group_names, parameters, strict=True) if is_measured(p)
+                ]
                 complete = False
         if self._named is not None:
             names += self._named.names
@@ -243,42 +216,34 @@ class StepRecord:
         if self._is_whole and self._clipped[0].recorded:
             self._norms = [norm, *chain.from_iterable(_values_of(self._clipped[0]))]
             return
-        found = [
-            _columns_by_name(group, names)
-            for group, names in zip(self._clipped, self._names, strict=True)
-        ]
+        for group, names in zip(self._clipped, self._names, strict=True):
+            _add_columns_(columns, group, names)
         if self._named is not None:
-            found.append(self._columns_of_named(self._named))
-        for of_group in found:
-            for column, of_names in zip(columns, of_group, strict=True):
-                column |= of_names
+            found = self._columns_of_named(self._named, grad_scale)
+            for column, by_name in zip(columns, found, strict=True):
+                column.update(by_name)
         self._norms = [norm, *(column.get(name) for column in columns for name in self._order)]
 
-    def _columns_of_named(self, named: NamedNorms) -> list[_Column]:
+    def _columns_of_named(
+        self, named: NamedNorms, grad_scale: float | Tensor
+    ) -> Sequence[Mapping[str, float | Tensor]]:
         """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
         group = self.clip_groups[0] if self.clip_groups else None
         measured = [] if group is None else group.recorded
         if self._recorder.statistics:
             statistics: Sequence[Norms] = measured
             if group is None:
-                statistics = named.measure_statistics(self._grad_scale)
-            return [{**column} for column in named.statistics_by_name(statistics)]
-        each = measured[0].norm_here() if measured else named.measure(2.0, self._grad_scale)
+                statistics = named.measure_statistics(grad_scale)
+            return named.statistics_by_name(statistics)
+        each = measured[0].norm_here() if measured else named.measure(2.0, grad_scale)
         if choose.host_decides(each.device):
-            return [{**named.numbers_by_name(each.tolist(), 2.0)}]
-        return [{**named.by_name(each, 2.0)}]
+            return [named.numbers_by_name(each.tolist(), 2.0)]
+        return [named.by_name(each, 2.0)]
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None
     ) -> None:
-        """Records the step.
-
-        Args:
-            recorder: that takes it.
-            outcomes: of clipping.
-            left_out: whether the step was left out.
-            loss: of the step; None where unknown.
-        """
+        """Records the step."""
         result = None if left_out is True else outcomes.get(None)
         coefficient, limit = (None, None) if result is None else (result.coefficient, result.limit)
         norm, *norms = self._norms
@@ -293,17 +258,3 @@ class StepRecord:
                 "for the next flush",
                 RuntimeWarning,
             )
-
-
-def as_recorder(recorder: object) -> Recorder | None:
-    """The user's `recorder`.
-
-    Raises:
-        TypeError: no recorder.
-    """
-    if recorder is None or isinstance(recorder, Recorder):
-        return recorder
-    raise TypeError(
-        f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
-        "tritonclip.record('run.csv')"
-    )

@@ -19,8 +19,8 @@ from tritonclip.modes import is_captured
 from tritonclip.monitor.verdict import Flag, either, unless
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.policy import Policy
 from tritonclip.optim.refusals import nearest_finite
+from tritonclip.optim.step import Policy
 from tritonclip.rules.arguments import as_count
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
@@ -50,8 +50,7 @@ def sent(number: Tensor) -> Callable[[], int]:
 class SkipWatch:
     """Looks at the number of steps skipped in a row; at an accelerator's some steps later.
 
-    Args:
-        most: steps in a row after which RuntimeError is raised; None to warn at 100.
+    At `most` steps it raises RuntimeError; with None it warns at 100.
     """
 
     def __init__(self, most: object = None) -> None:
@@ -74,10 +73,8 @@ class SkipWatch:
     def look(self, in_a_row: Tensor, *, synced: bool) -> None:
         """Raises or warns where too many steps were skipped in a row.
 
-        Args:
-            in_a_row: the number of them, on any device.
-            synced: this step has waited for the device already; else an accelerator's number of
-                `DELAY_STEPS` steps before is looked at.
+        Where this step has waited for the device (`synced`), the number is read; else an
+        accelerator's number of `DELAY_STEPS` steps before.
         """
         n = int(in_a_row) if synced else self._read(in_a_row)
         if self.most is not None and n >= self.most:
@@ -110,10 +107,7 @@ class SkipWatch:
 class WatchedStep:
     """A step that the device leaves out if it, or one before it, is not finite.
 
-    Args:
-        step: the number of calls before it.
-        flag: whether the device leaves it out, 0-d bool.
-        clip_groups: measured. Of their gradients it keeps which are finite.
+    `step` is the number of calls before it. Of the gradients it keeps which are finite.
     """
 
     def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
@@ -127,9 +121,7 @@ class WatchedStep:
     def error(self, n_after: int, param_groups: Groups) -> RuntimeError:
         """The error that names its gradients with NaN or inf; other processes call this, too.
 
-        Args:
-            n_after: the steps after it that were left out.
-            param_groups: of the optimizer.
+        `n_after` is the number of steps after it that were left out.
         """
         found = [(gradients, finite.tolist()) for gradients, finite in self._lists]
         culprits = [
@@ -154,10 +146,8 @@ class WatchedStep:
 class ErrorWatch:
     """Has the device leave out all steps from the first that is not finite, until the host knows.
 
-    A step is judged, and enters by `add`: one that is interrupted leaves no trace.
-
-    Attributes:
-        arriving: the last steps, whose flags are not read yet.
+    A step is judged, and enters by `add`: one that is interrupted leaves no trace. `arriving` has
+    the last steps, whose flags are not read yet.
     """
 
     def __init__(self) -> None:
@@ -168,12 +158,7 @@ class ErrorWatch:
     def judge(self, nonfinite: Tensor, left_out: Flag) -> Flag:
         """Whether to leave out a step until its error, or an earlier one, is raised.
 
-        Args:
-            nonfinite: whether its gradients or norms are not finite.
-            left_out: whether it is left out for another reason, and is no error.
-
-        Raises:
-            RuntimeError: a CUDA graph is captured, whose replays could not raise.
+        A step that is `left_out` for another reason is no error.
         """
         if is_captured(nonfinite.device):
             raise RuntimeError(

@@ -19,11 +19,9 @@ PATIENCE = 3
 
 
 class StepGuard:
-    """A step pre-hook of a wrapped optimizer, which knows its one wrapper.
+    """A step pre-hook of a wrapped optimizer, which knows its one wrapper while that is alive.
 
-    Attributes:
-        open: the wrapper is in its step, or another one that is meant.
-        wrapper: while it is alive, steps without it are not.
+    `open`: the wrapper is in its step.
     """
 
     def __init__(self, wrapper: Optimizer) -> None:
@@ -77,12 +75,7 @@ def warn_of_no_gradient(n_parameters: int) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
-
-    Raises:
-        TypeError: no optimizer.
-        ValueError: a wrapper, or an optimizer that has one.
-    """
+    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already."""
     expected = "optimizer must be a torch.optim.Optimizer"
     if isinstance(optimizer, type):
         raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
@@ -93,7 +86,7 @@ def check_optimizer(optimizer: object) -> None:
             f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
             f"not; {_remedy(optimizer)}"
         )
-    if _is_wrapper(optimizer):
+    if isinstance(vars(optimizer).get("_guard"), StepGuard):
         raise ValueError(
             "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
             "attribute clip, or give a parameter group the key 'clip'"
@@ -103,10 +96,6 @@ def check_optimizer(optimizer: object) -> None:
             f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
             "statistics of its own; use the first wrapper, or make a new optimizer"
         )
-
-
-def _is_wrapper(optimizer: Optimizer) -> bool:
-    return isinstance(vars(optimizer).get("_guard"), StepGuard)
 
 
 def _remedy(refused: object) -> str:
