@@ -104,7 +104,8 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
                 f"{trainer.gradient_clip_val}) would clip before it; expected one of the two: "
                 "leave gradient_clip_val at None, or remove the callback"
             )
-        if _overrides_clipping(pl_module):
+        method = type(pl_module).configure_gradient_clipping
+        if method.__qualname__ != "LightningModule.configure_gradient_clipping":
             raise RuntimeError(
                 f"{type(pl_module).__name__}.configure_gradient_clipping would clip before the "
                 "optimizer, in which the callback Clipping clips; expected one of the two: remove "
@@ -130,19 +131,22 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
                 "Clipping(..., recorder=[...]) a list, each with another path"
             )
         trainer.strategy.optimizers = [
-            self._wrap(inner, {**options, "recorder": recorder})
+            self._wrap(inner, recorder, options)
             for inner, recorder in zip(trainer.optimizers, recorders, strict=True)
         ]
         self._logged_step = trainer.global_step
 
-    def _wrap(self, inner: Any, options: dict[str, Any]) -> ClippedOptimizer:
+    def _wrap(
+        self, inner: Any, recorder: Recorder | None, options: dict[str, Any]
+    ) -> ClippedOptimizer:
         wrapper = wrapper_of(inner)
         if isinstance(wrapper, ClippedOptimizer) and wrapper in _made:
             # A module that keeps its optimizer is fitted once more.
-            wrapper.clip, wrapper.nonfinite = self.clip, self.nonfinite
-            wrapper.recorder = options["recorder"]
+            wrapper.clip, wrapper.nonfinite, wrapper.recorder = self.clip, self.nonfinite, recorder
             return wrapper
-        wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
+        wrapper = ClippedOptimizer(
+            inner, self.clip, nonfinite=self.nonfinite, recorder=recorder, **options
+        )
         _made.add(wrapper)
         return wrapper
 
@@ -171,8 +175,3 @@ def _options_for(model: Any) -> dict[str, Any]:
     if model.sharding_strategy == ShardingStrategy.NO_SHARD:
         return {"process_group": group, "copies": lambda _: group.size()}
     return {"process_group": group}
-
-
-def _overrides_clipping(module: LightningModule) -> bool:
-    method = type(module).configure_gradient_clipping
-    return bool(method.__qualname__ != "LightningModule.configure_gradient_clipping")

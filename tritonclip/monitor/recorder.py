@@ -172,11 +172,9 @@ class Recorder:
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
         # For a process that does not write, the folder may be on another machine.
-        self._rows = _RowWriter(HistoryFile(self.path, find=self._write is not False), every)
-        self.steps = self._rows.file.last_step
-        self._names: tuple[str, ...] | None = None
+        file = HistoryFile(self.path, find=self._write is not False)
         writer = _open.get(self.path)
-        if append is False and (self.steps or (writer is not None and writer.steps)):
+        if append is False and (file.last_step or (writer is not None and writer.steps)):
             raise FileExistsError(
                 f"{self.path} already has steps, but append=False expects a file without any; "
                 "pass another path, or append=True to append to the file"
@@ -185,19 +183,20 @@ class Recorder:
             # As where a notebook's cell is run again. Its rows come first.
             writer.close()
             writer._is_replaced = True
-            self._rows.file = HistoryFile(self.path, find=self._write is not False)
-            self.steps = self._rows.file.last_step
+            file = HistoryFile(self.path, find=self._write is not False)
+        self._rows = _RowWriter(file, every)
+        self.steps: int = file.last_step
+        self._names: tuple[str, ...] | None = None
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
-        self._is_closed = False
         # The ClippedOptimizer that adds its steps.
         self._user: weakref.ref[object] | None = None
 
     @property
     def is_closed(self) -> bool:
         """Whether the recording has ended."""
-        return self._is_closed
+        return not self._close.alive
 
     @property
     def writes(self) -> bool:
@@ -316,7 +315,6 @@ class Recorder:
         if not self.is_closed:
             self.flush()
             self._close.detach()
-            self._is_closed = True
 
     def __enter__(self) -> Recorder:
         self._check_open()
@@ -373,7 +371,7 @@ class Recorder:
                 f"this recorder of {self.path} was closed when another one was made for the same "
                 "file; expected the newer one: pass one recorder around, or give each a path"
             )
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
                 "record(path, append=True), which appends to the file"
