@@ -546,14 +546,7 @@ class ClippedOptimizer(ScalerSide):
         )
         record = None
         if recorder is not None:
-            record = StepRecord(
-                recorder,
-                clip_groups,
-                groups,
-                grouping.flat,
-                self._log.names,
-                is_collective=grouping.processes is not None,
-            )
+            record = StepRecord(recorder, clip_groups, grouping, self._log.names)
             refusal = refusal or record.refusal
         step = Step(
             clip_groups,

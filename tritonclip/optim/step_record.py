@@ -16,14 +16,13 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.engine import verify
 from tritonclip.engine.norms import Norms
-from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.monitor.verdict import Flag
 from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
-from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, global_norm_of
-from tritonclip.optim.param_groups import Groups, key_of, label_of_member
+from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, Grouping, global_norm_of
+from tritonclip.optim.param_groups import key_of, label_of_member
 
 
 class ParameterNames:
@@ -103,8 +102,7 @@ def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
 class StepRecord:
     """The norms of a step for its recorder, before clipping; refused before anything is written.
 
-    `names` are kept from step to step. `is_collective`: other processes have to get the error for
-    gradients that are refused.
+    `names` are kept from step to step.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes have to get it.
@@ -116,11 +114,8 @@ class StepRecord:
         self,
         recorder: Recorder,
         clip_groups: Sequence[ClipGroup],
-        groups: Groups,
-        flat: FlatGradients | None,
+        grouping: Grouping,
         names: ParameterNames,
-        *,
-        is_collective: bool,
     ) -> None:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
@@ -138,6 +133,9 @@ class StepRecord:
         self._order: tuple[str, ...] = ()
         if not recorder.each:
             return
+        groups, flat = grouping.groups, grouping.flat
+        # Other processes have to get the error for gradients that are refused.
+        is_collective = grouping.processes is not None
         clipped = [group for group in clip_groups if not group.unclipped]
         # Buffers name their parameters, but not in the clip groups of several rules.
         is_named = flat is None or [group.flat for group in clipped] == [flat]
