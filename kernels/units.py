@@ -282,8 +282,9 @@ def scale_units_kernel(
     else:
         erase = pid < 0
 
-    # First: within the loop below, its registers would spill on gfx942.
-    for index in range(pid, n_tensors, tl.num_programs(0)):
+    # First: within the loop below, its registers would spill on gfx942. By the last programs, as
+    # they have one piece less than others, if any has.
+    for index in range(tl.num_programs(0) - 1 - pid, n_tensors, tl.num_programs(0)):
         n_partials = count_of(forms_ptr, index) * chunks_of(length_of(forms_ptr, index), CHUNK)
         first = first_norm_of(forms_ptr, index)
         whole = combine(norms_ptr + first, 0, n_partials, 2.0, NORMS_AT_ONCE) / grad_scale
