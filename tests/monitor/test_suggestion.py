@@ -65,6 +65,16 @@ def test_a_limit_lies_below_a_cluster_of_outliers_whatever_their_share(spikes):
     assert not (many and "clips over 10%" in suggestion.reason)
 
 
+@pytest.mark.parametrize(("spikes", "is_said"), [(0.3, False), (0.4, True)])
+def test_more_than_a_third_of_outliers_are_said_to_be_a_second_kind_of_steps(spikes, is_said):
+    """The limit jumps from below them to among them."""
+    suggestion = tritonclip.suggest_max_norm(norms_of(600, spikes=spikes, height=50.0), warmup=0)
+    assert suggestion.max_norm is not None
+    assert (suggestion.max_norm > 10) is is_said
+    assert ("lets most of them pass, and a limit below them" in suggestion.reason) is is_said
+    assert suggestion.reason.endswith("find_max_norm tries limits on your own training.")
+
+
 def test_a_limit_below_a_cluster_suits_norms_that_fell():
     """A limit in the tail of the first third would lie in the cluster."""
     norms = norms_of(drift=0.05, spikes=0.15, height=1000.0)

@@ -626,6 +626,11 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
     )
     if trend.outside > _MOST_SHARE >= _share(norms, limit):
         why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
+    if trend.outside > _MOST_APART:
+        why += (
+            f" So many are a second kind of steps: {limit:g} lets most of them pass, and a limit "
+            "below them clips them all. Only trying says which is better."
+        )
     if trend.outside < _LEAST_SHARE:
         why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
     return "clip", why
