@@ -6,38 +6,38 @@ clipping and with the limit that was found, from three seeds that the search has
 digits that no training has seen.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
-``python -m examples.find_limit``.
+``python -m examples.find_limit``. With ``--full`` the network is that of train_rnn.py, which trains
+for 2,000 steps, and ``--steps 300`` makes the trials of the search longer or shorter.
 """
 
+import argparse
 import math
+import sys
+from collections.abc import Sequence
 
 import torch
 
 import tritonclip
-from examples.train_rnn import QUICK, PixelReader, load_sequences, train
+from examples.train_rnn import QUICK, PixelReader, Settings, load_sequences, train
 from tritonclip.finder import Found
 
 SEARCH_STEPS, SEARCH_SEEDS, SEEDS = 60, (10, 11, 12), (0, 1, 2)
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a new network and its optimizer."""
-    model = PixelReader(QUICK.recurrent_gain)
-    return model, torch.optim.SGD(model.parameters(), QUICK.learning_rate, momentum=0.9)
-
-
-def find(data: list[torch.Tensor]) -> Found:
+def find(data: list[torch.Tensor], settings: Settings, steps: int) -> Found:
     """Search for the limit on the training digits."""
     images, _, labels, _ = data
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(len(images), (64,), generator=generator) for _ in range(SEARCH_STEPS)]
+    batches = [torch.randint(len(images), (64,), generator=generator) for _ in range(steps)]
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = PixelReader(settings.recurrent_gain)
+        return model, torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9)
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
 
-    return tritonclip.find_max_norm(
-        make, batches, loss=loss, steps=SEARCH_STEPS, seeds=SEARCH_SEEDS
-    )
+    return tritonclip.find_max_norm(make, batches, loss=loss, steps=steps, seeds=SEARCH_SEEDS)
 
 
 def conclusion(limit: float | None, shares: dict[str, list[float]]) -> str:
@@ -49,21 +49,26 @@ def conclusion(limit: float | None, shares: dict[str, list[float]]) -> str:
     )
 
 
-def main() -> str:
+def main(arguments: Sequence[str] = ()) -> str:
     """Search, train and report; return the conclusion."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="the network of train_rnn.py")
+    parser.add_argument("--steps", type=int, default=SEARCH_STEPS, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    settings = Settings() if options.full else QUICK
     # Threads only slow down matrices as small as these.
     torch.set_num_threads(1)
     data = load_sequences(torch.device("cpu"))
-    found = find(data)
+    found = find(data, settings, options.steps)
     print(found)
     shares = {}
     for name, limit in (("without clipping", math.inf), ("with it", found.max_norm or math.inf)):
         rule = tritonclip.ClipByGlobalNorm(limit)
-        each = (train(rule, data, QUICK, lambda: None, seed) for seed in SEEDS)
+        each = (train(rule, data, settings, lambda: None, seed) for seed in SEEDS)
         shares[name] = [run.accuracy for run in each]
     print(text := conclusion(found.max_norm, shares))
     return text
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

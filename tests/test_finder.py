@@ -214,6 +214,36 @@ def test_a_limit_that_only_the_mean_prefers_is_explained():
     )
 
 
+FALLS, RISES = torch.linspace(9.0, 1.0, 40).double(), torch.linspace(1.0, 9.0, 40).double()
+STAYS = torch.tensor([2.0, 1.0]).double().repeat(20)
+
+
+@pytest.mark.parametrize(
+    ("losses", "n_telling"),
+    [
+        ([FALLS, FALLS, STAYS, STAYS], None),
+        ([FALLS, STAYS, STAYS, STAYS], 1),
+        ([RISES, torch.tensor([1.0, math.nan]), STAYS, STAYS], None),
+        ([STAYS, STAYS, STAYS, STAYS], 0),
+    ],
+    ids=["half", "few", "rises or diverges", "none"],
+)
+def test_trials_that_are_too_short_to_tell_are_said_to_be(losses, n_telling):
+    said = finder._on_length([Trial(one, torch.zeros(0), None) for one in losses], 240)
+    if n_telling is None:
+        assert not said
+        return
+    few = "only 1" if n_telling else "none"
+    assert f"of 40 steps, the loss changed clearly with {few} of 4 candidates, so that" in said
+    assert said.endswith("Ask again with steps=720.")
+
+
+@pytest.mark.parametrize(("lr", "is_said"), [(0.1, False), (1e-6, True)], ids=["trains", "hardly"])
+def test_an_answer_says_whether_its_trials_were_too_short(lr, is_said):
+    found = find(lambda: make(lr), draw(corrupt=1.0), limits=[0.3, 1.0, 30.0])
+    assert ("too short to tell" in found.reason) == is_said
+
+
 @pytest.mark.parametrize("seeds", [1, [5], 2, [3, 1, 4]], ids=str)
 def test_seeds_are_a_number_or_a_list(seeds):
     found = find(seeds=seeds)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonclip.messages import NamesAttributes
 from tritonclip.modes import outside_inference, refuse_tracer
+from tritonclip.monitor.suggestion import FALLS, share_that_falls
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
 from tritonclip.trials import Training, Trial
@@ -48,6 +49,9 @@ _ERRORS = 1.0
 _NO_GAIN, _GIVEN_UP = 0.002, 0.1
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
+# The search was blind if fewer of its shortest trials say something; trials so many times as long
+# are advised.
+_LEAST_TELLING, _LONGER = 0.5, 3
 
 
 @dataclass(frozen=True)
@@ -418,7 +422,7 @@ def find_max_norm(
     Returns:
         The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
         the limits that are not distinguishable from the best: the mildest that works. It is never a
-        limit that was worse than none.
+        limit that was worse than none. `reason` says where trials were too short to tell.
 
     Raises:
         TypeError: arguments of another kind, or a step that returns no loss.
@@ -463,6 +467,7 @@ def find_max_norm(
         for c, trials in tried.items()
     }
     reason = _reason(found[clip], found[best], found[math.inf], last, training.optimizer)
+    reason += _on_length([trials[0] for trials in search.trials[0].values()], steps)
     if search.is_interrupted:
         reason += (
             f" The search was interrupted: this is known from trials of {of_round.steps} of "
@@ -567,6 +572,29 @@ def _reason(
             "weights or batches from torch's random numbers."
         )
     return text
+
+
+def _on_length(shortest: list[Trial], steps: int) -> str:
+    """A sentence on trials that end before trainings separate; "" where they do not.
+
+    Args:
+        shortest: the trials of the first round, by one of which each candidate was judged.
+        steps: of a whole trial.
+    """
+    n, n_steps = len(shortest), max(len(trial.losses) for trial in shortest)
+    n_telling = sum(
+        trial.diverged or abs(share_that_falls(trial.losses) - 0.5) >= FALLS - 0.5
+        for trial in shortest
+    )
+    if n_telling >= _LEAST_TELLING * n:
+        return ""
+    few = f"only {n_telling}" if n_telling else "none"
+    return (
+        f" But the trials were too short to tell, or their losses too noisy: in the shortest, of "
+        f"{n_steps} steps, the loss changed clearly with {few} of {n} candidates, "
+        f"so that limits were left out by chance. Ask again with "
+        f"steps={_LONGER * steps}."
+    )
 
 
 def _on_smaller_steps(chosen: Candidate, optimizer: Any) -> str:

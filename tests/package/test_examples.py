@@ -99,10 +99,9 @@ def test_the_limit_that_is_found_wins(
 ) -> None:
     # A part of the example's work: one seed for the search, another to compare.
     monkeypatch.setattr(find_limit, "SEARCH_SEEDS", (10,))
-    monkeypatch.setattr(find_limit, "SEARCH_STEPS", 40)
     monkeypatch.setattr(find_limit, "SEEDS", (0,))
 
-    said = find_limit.main()
+    said = find_limit.main(["--steps", "40"])
 
     (without_high, with_low) = (int(share) for share in re.findall(r"(\d+)%", said)[1:3])
     assert with_low > without_high + 20

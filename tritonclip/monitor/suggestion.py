@@ -61,7 +61,7 @@ _EARLY, _LEAST_EARLY, _LEAST_BEFORE = 0.1, 10, 5
 _GROWTH, _LATE_GROWTH = 5.0, 2.0
 # A loss falls if so many pairs of an early and a late one say so: half of them do by chance. Fewer
 # losses cannot say it.
-_FALLS, _LEAST_LOSSES = 0.9, 40
+FALLS, _LEAST_LOSSES = 0.9, 40
 # Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
 # runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
@@ -398,12 +398,22 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
 
 def _on_loss(losses: Tensor) -> str | None:
     """That a loss does not fall, in words; None if it falls."""
-    early, late = losses[: max(5, len(losses) // 10)], losses[-(len(losses) // 4) :]
-    changes = late - early[:, None]
-    if float((changes < 0).double().mean() + (changes == 0).double().mean() / 2) >= _FALLS:
+    if share_that_falls(losses) >= FALLS:
         return None
-    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in (early, late))
+    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in _ends(losses))
     return f"the loss does not fall clearly, from {before} in the first tenth to {after} at the end"
+
+
+def share_that_falls(losses: Tensor) -> float:
+    """The share of the pairs of an early and a late loss whose late one is lower; ties are half."""
+    early, late = _ends(losses)
+    changes = late - early[:, None]
+    return float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
+
+
+def _ends(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of the first tenth, and of the last quarter."""
+    return losses[: max(5, len(losses) // 10)], losses[-max(1, len(losses) // 4) :]
 
 
 def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
