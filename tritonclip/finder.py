@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonclip.messages import NamesAttributes
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.monitor.suggestion import FALLS, share_that_falls
+from tritonclip.monitor.series import moves
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
 from tritonclip.trials import Training, Trial
@@ -84,14 +84,12 @@ class Candidate(NamesAttributes):
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """Of the losses over seeds."""
-        ordered = sorted(self.losses)
-        if math.inf in ordered:
-            # Nothing lies between a number and inf.
-            low, middle, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.25, 0.5, 0.75))
-        else:
-            # Two of one loss are as one.
-            two = ordered if len(ordered) > 1 else 2 * ordered
-            low, middle, high = statistics.quantiles(two, n=4, method="inclusive")
+        losses = torch.tensor(self.losses, dtype=torch.float64, device="cpu")
+        # Nothing lies between a number and inf.
+        how = "linear" if losses.isfinite().all() else "nearest"
+        low, middle, high = losses.quantile(
+            losses.new_tensor([0.25, 0.5, 0.75]), interpolation=how
+        ).tolist()
         return low, middle, high
 
 
@@ -582,10 +580,7 @@ def _on_length(shortest: list[Trial], steps: int) -> str:
         steps: of a whole trial.
     """
     n, n_steps = len(shortest), max(len(trial.losses) for trial in shortest)
-    n_telling = sum(
-        trial.diverged or abs(share_that_falls(trial.losses) - 0.5) >= FALLS - 0.5
-        for trial in shortest
-    )
+    n_telling = sum(trial.diverged or moves(trial.losses) for trial in shortest)
     if n_telling >= _LEAST_TELLING * n:
         return ""
     few = f"only {n_telling}" if n_telling else "none"

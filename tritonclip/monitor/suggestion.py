@@ -1,9 +1,5 @@
 """`suggest_max_norm`: a limit from the norms of a run, and the reason for it.
 
-Warm-up, drift and tail are found by medians and quartiles of the logarithms of norms. Norms are
-positive and spread relative to their size, so that their logarithms are nearly symmetric. Spikes
-move neither medians nor quartiles.
-
 A run without a limit may have gone wrong, and then its later norms say nothing about a limit. It is
 judged by its steps before that. The numbers were chosen by how training goes at the limit, in the
 tasks of bench/advice.py.
@@ -23,6 +19,16 @@ from torch import Tensor
 from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.series import (
+    EPS,
+    Trend,
+    ends,
+    falls,
+    least_equal,
+    n_cut_off,
+    trend_of,
+    warmup_of,
+)
 
 Verdict = Literal["clip", "no outliers", "drift", "went wrong", "clipped before", "constant"]
 
@@ -34,41 +40,24 @@ _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
 # More outliers are clipped all the same, up to this share, if no norm lies in a gap of this factor
 # below them: they are no tail of the others, and any limit among them lets most of them pass.
 _MOST_APART, _LEAST_GAP = 1 / 3, 2.0
-# torch adds it to the norm that it divides by.
-_EPS = 1e-6
 _N_SPIKES = 3
 # Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
 _SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
 # A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
 _ORDINARY = 3.0
-# Norms are real numbers: three that are equal, and the largest, are no chance.
-_CUT_SHARE, _CUT_STEPS = 0.01, 3
-# The warm-up ends within this fraction of a run; a later change is drift.
-_MOST_WARMUP = 0.2
-# Blocks of a warm-up; a median of fewer than 5 norms is too often that of a spike.
-_BLOCKS, _LEAST_BLOCK = 20, 5
-# In a shorter run, a fifth holds two blocks: too few to find an end.
-_LEAST_STEPS_OF_WARMUP = 50
-# If the medians of thirds differ by less, one limit serves them all.
-_LEAST_DRIFT = 1.5
-# Sections of a run, whose medians follow its drift. A section of fewer steps could be all spike.
-_SECTIONS, _LEAST_SECTION = 12, 20
 # The share of a run by which it is judged if it went wrong, and the least steps: fewer where norms
 # are soon NaN.
 _EARLY, _LEAST_EARLY, _LEAST_BEFORE = 0.1, 10, 5
 # Norms grow if they rise by this much from the first tenth to the last third, and from the second
 # fifth on still by so much, which leaves out what a warm-up does.
 _GROWTH, _LATE_GROWTH = 5.0, 2.0
-# A loss falls if so many pairs of an early and a late one say so: half of them do by chance. Fewer
-# losses cannot say it.
-FALLS, _LEAST_LOSSES = 0.9, 40
+# Fewer losses cannot say whether they fall.
+_LEAST_LOSSES = 40
 # Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
 # runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
 _FIND = "find_max_norm tries limits on your own training."
-# The 95% quantile of a normal distribution is this many interquartile ranges above its median.
-_TAIL = 1.645 / 1.349
 
 
 @dataclass(frozen=True)
@@ -247,7 +236,7 @@ def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
     """Which steps of a run count, as truth values, and the number of steps of its warm-up."""
     usable = run.norms.isfinite() & (run.norms > 0)
     if warmup is None:
-        warmup = _warmup_of(run.norms, usable)
+        warmup = warmup_of(run.norms, usable)
     elif isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
     usable[:warmup] = False
@@ -282,7 +271,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
             f"steps, got {len(norms)} in {len(run)} steps{of_run}; {remedy}"
             f"{remarks and '.' + remarks}"
         )
-    trend = _trend_of(norms)
+    trend = trend_of(norms)
     largest = norms.topk(min(_N_SPIKES, len(norms)))
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
     below = _limit_below_cluster(norms, trend)
@@ -398,22 +387,10 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
 
 def _on_loss(losses: Tensor) -> str | None:
     """That a loss does not fall, in words; None if it falls."""
-    if share_that_falls(losses) >= FALLS:
+    if falls(losses):
         return None
-    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in _ends(losses))
+    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in ends(losses))
     return f"the loss does not fall clearly, from {before} in the first tenth to {after} at the end"
-
-
-def share_that_falls(losses: Tensor) -> float:
-    """The share of the pairs of an early and a late loss whose late one is lower; ties are half."""
-    early, late = _ends(losses)
-    changes = late - early[:, None]
-    return float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
-
-
-def _ends(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses of the first tenth, and of the last quarter."""
-    return losses[: max(5, len(losses) // 10)], losses[-max(1, len(losses) // 4) :]
 
 
 def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
@@ -466,67 +443,6 @@ def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
     return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
 
 
-class _Trend(NamedTuple):
-    """How norms change over a run, and how they spread around the median of their section.
-
-    Attributes:
-        medians: of the thirds of the run, in order.
-        spread: interquartile range of the logarithms of norms over their section's median: twice
-            that from the lower quartile to the median, which many spikes do not widen.
-        outside: share of these beyond Tukey's fence, 1.5 interquartile ranges over the upper
-            quartile: 0.35% of normal logarithms.
-        largest: the largest norm over its section's median.
-    """
-
-    medians: tuple[float, float, float]
-    spread: float
-    outside: float
-    largest: float
-
-    @property
-    def drifts(self) -> bool:
-        """Whether no one limit clips the tail of all thirds.
-
-        At such a distance, the median of one third lies where the 5% tail of another begins.
-        """
-        distance = math.log(max(self.medians) / min(self.medians))
-        return distance >= max(math.log(_LEAST_DRIFT), _TAIL * self.spread)
-
-
-def _trend_of(norms: Tensor) -> _Trend:
-    """The trend of at least 3 finite, positive norms; 1-d float64."""
-    logs = norms.log()
-    a, b, c = (float(third.quantile(0.5).exp()) for third in logs.tensor_split(3))
-    sections = logs.tensor_split(min(_SECTIONS, max(1, len(logs) // _LEAST_SECTION)))
-    relative = torch.cat([section - section.quantile(0.5) for section in sections])
-    low, middle = relative.quantile(relative.new_tensor([0.25, 0.5])).tolist()
-    spread = 2 * (middle - low)
-    outside = relative > middle + (0.5 + 1.5) * spread
-    return _Trend((a, b, c), spread, float(outside.double().mean()), float(relative.max().exp()))
-
-
-def _warmup_of(norms: Tensor, usable: Tensor) -> int:
-    """The number of steps at the start whose norms are unlike those of the run.
-
-    Args:
-        norms: in order; 1-d float64.
-        usable: those that are finite and positive.
-    """
-    n = len(norms)
-    end = int(n * _MOST_WARMUP)
-    reference = norms[end : 2 * end][usable[end : 2 * end]]
-    if n < _LEAST_STEPS_OF_WARMUP or not len(reference):
-        return 0
-    low, high = reference.quantile(reference.new_tensor([0.05, 0.95])).tolist()
-    size = max(_LEAST_BLOCK, end // _BLOCKS)
-    warmup = 0
-    for start in range(0, end - size + 1, size):
-        block = norms[start : start + size][usable[start : start + size]]
-        if len(block) and not low <= float(block.quantile(0.5)) <= high:
-            warmup = start + size
-    return warmup
-
-
 def _share(norms: Tensor, limit: float) -> float:
     """The share of the steps that a limit would clip."""
     return float((norms > limit).double().mean())
@@ -547,7 +463,7 @@ def _limit_at(norms: Tensor, share: float) -> float:
     return float(f"{exact:.3g}")
 
 
-def _limit_below_cluster(norms: Tensor, trend: _Trend) -> float | None:
+def _limit_below_cluster(norms: Tensor, trend: Trend) -> float | None:
     """The largest norm below many outliers that are a cluster; None if they are few, or none."""
     if trend.outside <= _MOST_SHARE:
         return None
@@ -585,13 +501,13 @@ def _candidates(
             limit,
             origin,
             _share(norms, limit),
-            tuple(min(1.0, limit / (spike.norm + _EPS)) for spike in spikes),
+            tuple(min(1.0, limit / (spike.norm + EPS)) for spike in spikes),
         )
         for limit, origin in sorted(limits.items())
     )
 
 
-def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
+def _judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
     """Whether to clip at a limit, and why."""
     n, largest = len(norms), float(norms.max())
     n_cut = n_cut_off(norms)
@@ -646,18 +562,12 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
     return "clip", why
 
 
-def n_cut_off(norms: Tensor) -> int:
-    """How many norms equal the largest; 0 where they are so few that it may be chance."""
-    n = int((norms >= _least_equal(float(norms.max()))).sum())
-    return n if n >= max(_CUT_STEPS, _CUT_SHARE * len(norms)) else 0
-
-
 def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
     """A sentence on the limit of the run; "" without one."""
     if in_use is None:
         return ""
     largest = float(norms.max())
-    if verdict in ("clipped before", "constant") and _least_equal(in_use) <= largest <= in_use:
+    if verdict in ("clipped before", "constant") and least_equal(in_use) <= largest <= in_use:
         return (
             f" The largest norm equals the limit in use, {in_use:g}: record the norm that clip_ "
             "returns, not a norm measured after clipping."
@@ -709,11 +619,6 @@ def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str 
 
 def _numbered(runs: Sequence[str]) -> str:
     return f"run{'s' * (len(runs) > 1)} {join_names(runs)}"
-
-
-def _least_equal(limit: float) -> float:
-    """The least norm after clipping to a limit, which eps and rounding lower."""
-    return limit - 1e-5 * limit - min(_EPS, 1e-3 * limit)
 
 
 def _short(number: float, digits: int = 2) -> str:

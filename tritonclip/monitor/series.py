@@ -1,0 +1,127 @@
+"""Norms and losses of a run in order: warm-up, trend, a cut, a fall.
+
+Warm-up, drift and tail are found by medians and quartiles of the logarithms of norms. Norms are
+positive and spread relative to their size, so that their logarithms are nearly symmetric. Spikes
+move neither medians nor quartiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# torch adds it to the norm that it divides by.
+EPS = 1e-6
+# Norms are real numbers: three that are equal, and the largest, are no chance.
+_CUT_SHARE, _CUT_STEPS = 0.01, 3
+# The warm-up ends within this fraction of a run; a later change is drift.
+_MOST_WARMUP = 0.2
+# Blocks of a warm-up; a median of fewer than 5 norms is too often that of a spike.
+_BLOCKS, _LEAST_BLOCK = 20, 5
+# In a shorter run, a fifth holds two blocks: too few to find an end.
+_LEAST_STEPS_OF_WARMUP = 50
+# If the medians of thirds differ by less, one limit serves them all.
+_LEAST_DRIFT = 1.5
+# Sections of a run, whose medians follow its drift. A section of fewer steps could be all spike.
+_SECTIONS, _LEAST_SECTION = 12, 20
+# A loss falls if so many pairs of an early and a late one say so: half of them do by chance.
+_FALLS = 0.9
+# The 95% quantile of a normal distribution is this many interquartile ranges above its median.
+_TAIL = 1.645 / 1.349
+
+
+class Trend(NamedTuple):
+    """How norms change over a run, and how they spread around the median of their section.
+
+    Attributes:
+        medians: of the thirds of the run, in order.
+        spread: interquartile range of the logarithms of norms over their section's median: twice
+            that from the lower quartile to the median, which many spikes do not widen.
+        outside: share of these beyond Tukey's fence, 1.5 interquartile ranges over the upper
+            quartile: 0.35% of normal logarithms.
+        largest: the largest norm over its section's median.
+    """
+
+    medians: tuple[float, float, float]
+    spread: float
+    outside: float
+    largest: float
+
+    @property
+    def drifts(self) -> bool:
+        """Whether no one limit clips the tail of all thirds.
+
+        At such a distance, the median of one third lies where the 5% tail of another begins.
+        """
+        distance = math.log(max(self.medians) / min(self.medians))
+        return distance >= max(math.log(_LEAST_DRIFT), _TAIL * self.spread)
+
+
+def trend_of(norms: Tensor) -> Trend:
+    """The trend of at least 3 finite, positive norms; 1-d float64."""
+    logs = norms.log()
+    a, b, c = (float(third.quantile(0.5).exp()) for third in logs.tensor_split(3))
+    sections = logs.tensor_split(min(_SECTIONS, max(1, len(logs) // _LEAST_SECTION)))
+    relative = torch.cat([section - section.quantile(0.5) for section in sections])
+    low, middle = relative.quantile(relative.new_tensor([0.25, 0.5])).tolist()
+    spread = 2 * (middle - low)
+    outside = relative > middle + (0.5 + 1.5) * spread
+    return Trend((a, b, c), spread, float(outside.double().mean()), float(relative.max().exp()))
+
+
+def warmup_of(norms: Tensor, usable: Tensor) -> int:
+    """The number of steps at the start whose norms are unlike those of the run.
+
+    Args:
+        norms: in order; 1-d float64.
+        usable: those that are finite and positive.
+    """
+    n = len(norms)
+    end = int(n * _MOST_WARMUP)
+    reference = norms[end : 2 * end][usable[end : 2 * end]]
+    if n < _LEAST_STEPS_OF_WARMUP or not len(reference):
+        return 0
+    low, high = reference.quantile(reference.new_tensor([0.05, 0.95])).tolist()
+    size = max(_LEAST_BLOCK, end // _BLOCKS)
+    warmup = 0
+    for start in range(0, end - size + 1, size):
+        block = norms[start : start + size][usable[start : start + size]]
+        if len(block) and not low <= float(block.quantile(0.5)) <= high:
+            warmup = start + size
+    return warmup
+
+
+def n_cut_off(norms: Tensor) -> int:
+    """How many norms equal the largest; 0 where they are so few that it may be chance."""
+    n = int((norms >= least_equal(float(norms.max()))).sum())
+    return n if n >= max(_CUT_STEPS, _CUT_SHARE * len(norms)) else 0
+
+
+def least_equal(limit: float) -> float:
+    """The least norm after clipping to a limit, which eps and rounding lower."""
+    return limit - 1e-5 * limit - min(EPS, 1e-3 * limit)
+
+
+def falls(losses: Tensor) -> bool:
+    """Whether losses fall clearly."""
+    return _share_that_falls(losses) >= _FALLS
+
+
+def moves(losses: Tensor) -> bool:
+    """Whether losses fall or rise clearly."""
+    return abs(_share_that_falls(losses) - 0.5) >= _FALLS - 0.5
+
+
+def _share_that_falls(losses: Tensor) -> float:
+    """The share of the pairs of an early and a late loss whose late one is lower; ties are half."""
+    early, late = ends(losses)
+    changes = late - early[:, None]
+    return float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
+
+
+def ends(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of the first tenth, and of the last quarter."""
+    return losses[: max(5, len(losses) // 10)], losses[-max(1, len(losses) // 4) :]
