@@ -254,9 +254,8 @@ def _tensors_of(call: Call) -> list[Tensor] | None:
 
 def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
     """The norm by one of the two functions; None where it refuses."""
-    measure: Callable[..., Any] = torch_compat.get_total_norm
-    if not ours:
-        measure = original_of(torch.nn.utils.get_total_norm)
+    torchs = original_of(torch.nn.utils.get_total_norm)
+    measure: Callable[..., Any] = torch_compat.get_total_norm if ours else torchs
     try:
         return _number(measure(tensors, norm_type))
     except (TypeError, ValueError, RuntimeError):

@@ -279,12 +279,17 @@ def clip_gradients_(
     try:
         if grad_scale is not None:
             scale = as_grad_scale(grad_scale)
-        if state is not None:
-            rule = following = follow(rule, state)
-        if rule.excludes:
-            refuse_other_model(rule, _all_of(argument, gradients))
-        if following is not None:
-            following.check_list(_members_of(argument, gradients))
+        if state is not None or rule.excludes:
+            members: Sequence[Tensor] = gradients.sources or ()
+            left_out: Sequence[Tensor] = ()
+            if isinstance(argument, FlatGradients):
+                members, left_out = argument.parameters, argument.left_out
+            if state is not None:
+                rule = following = follow(rule, state)
+            if rule.excludes:
+                refuse_other_model(rule, [*members, *left_out])
+            if following is not None:
+                following.check_list(members)
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
@@ -330,17 +335,3 @@ def _collect_tensors(
             )
         )
     return gradients
-
-
-def _members_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
-    """The parameters of a list, with and without a gradient; of FlatGradients those they hold."""
-    if isinstance(parameters, FlatGradients):
-        return parameters.parameters
-    return gradients.sources or ()
-
-
-def _all_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
-    """All parameters of a list, those without a gradient too."""
-    if isinstance(parameters, FlatGradients):
-        return [*parameters.parameters, *parameters.left_out]
-    return gradients.sources or ()

@@ -28,8 +28,9 @@ from tritonclip.backends import choose
 from tritonclip.backends.operators import norm_of
 from tritonclip.clipping import Parameters
 from tritonclip.engine.arguments import LabelOf, check_marks, labelled, needs_clip
+from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
-from tritonclip.functional.formulas import real_of, result_dtype
+from tritonclip.functional.formulas import real_of
 from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.patching import original_of

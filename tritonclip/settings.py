@@ -167,16 +167,6 @@ def current() -> Settings:
     )
 
 
-def are_default() -> bool:
-    """Whether no block and no variable asks for anything, in a third of the time of `current`."""
-    return (
-        _chosen_backend.get() is None
-        and not _verifying.get()
-        and _BACKEND not in _variables
-        and _VERIFY not in _variables
-    )
-
-
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

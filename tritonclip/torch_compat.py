@@ -234,14 +234,9 @@ def clip_grads_with_norm_(
             total_norm = cast(Tensor, total_norm.full_tensor())
         check_one_float("total_norm", total_norm)
         if not tracing:
-            refuse_negative("total_norm", total_norm)
+            refuse_negative(total_norm)
     else:
-        number = as_limit("total_norm", total_norm)
-        total_norm = (
-            compiled.as_tensor(number)
-            if tracing
-            else torch.tensor(number, dtype=torch.float64, device="cpu")
-        )
+        total_norm = compiled.as_tensor(as_limit("total_norm", total_norm))
     if tracing:
         compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:

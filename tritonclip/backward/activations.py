@@ -19,9 +19,10 @@ from tritonclip.distributed.gradients import collect_tensors
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import REMEDY, check_policy
+from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.coefficients import filled
-from tritonclip.functional.formulas import coefficient_of, norm_of, result_dtype
+from tritonclip.functional.formulas import coefficient_of, norm_of
 from tritonclip.hints import explained
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -34,10 +35,7 @@ plans = PlanCache(capacity=256)
 
 @explained("clip_backward(x, ClipByNorm(1.0))")
 def clip_backward(
-    x: Tensor,
-    rule: ClipByNorm | ClipByValue,
-    *,
-    nonfinite: str = "propagate",
+    x: Tensor, rule: ClipByNorm | ClipByValue, *, nonfinite: str = "propagate"
 ) -> Tensor:
     """Returns `x` unchanged; clips the gradient of this activation on its way through backward.
 

@@ -29,6 +29,7 @@ from tritonclip.distributed.shards import where
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.execute import checked_limit
 from tritonclip.engine.norms import Norms
+from tritonclip.engine.plan import WIDE
 from tritonclip.engine.verify import VerificationError, norm_of
 from tritonclip.rules import BoundRule, ClipState, Rule
 from tritonclip.rules.rule import Adaptive
@@ -41,11 +42,7 @@ def agree(described: Mapping[str, str], error: Exception | None, domain: Domain)
     """Raises on every process where one has an error, or where they do not agree.
 
     Every process of the domain calls this, and waits. What it `described` by a name should be the
-    same text in each of them.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the error of this process, or the first of others.
-        ValueError: says what differs, and which process has what.
+    same text in each of them; else ValueError says what differs, and which process has what.
     """
     message = None
     if error is not None:
@@ -180,7 +177,7 @@ class _Entry(NamedTuple):
 class Replicas:
     """The gradients of all processes of a domain, compared before their norms are reduced.
 
-    Every process makes one, and waits for the others; ValueError for copies that are none.
+    Every process makes one, and waits for the others; ValueError for copies that differ.
     """
 
     def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
@@ -193,7 +190,7 @@ class Replicas:
                 where,
                 weight,
                 norm_of(tensor, norm_type),
-                tensor.dtype in (torch.float64, torch.complex128),
+                tensor.dtype in WIDE,
                 tensor.numel() == 0,
             )
             for position, where, weight, tensor in [*_shards(gradients), *_sums(gradients)]

@@ -59,11 +59,8 @@ def collect(
     """Collects the gradients of tensors, a module, or named parameters, with their plan.
 
     `processes` hold the list between them where no DTensor says so. `device` is that of results
-    where there is no parameter.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: an argument of another kind; as :class:`Gradients`,
-            unless other processes wait for the norms of the list.
+    where there is no parameter. Raises as :class:`Gradients`, and TypeError for an argument of
+    another kind, unless other processes wait for the norms of the list.
     """
     sources = parameters if type(parameters) is list else as_list(parameters)
     if processes is not None or not PLAIN.issuperset(map(type, sources)):
@@ -300,11 +297,7 @@ class ShardedGradients(Gradients):
         return exchange(self, norm, grad_scale)
 
     def measure(
-        self,
-        norm: Norm,
-        grad_scale: float | Tensor = 1.0,
-        *,
-        names_culprits: bool = False,
+        self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
     ) -> Norms:
         """As of :class:`Gradients`, by one all-reduce in the usual case."""
         if not self._is_reduced:
@@ -320,10 +313,7 @@ class ShardedGradients(Gradients):
 
     @without_grad
     def _measure(
-        self,
-        kinds: Sequence[Norm],
-        grad_scale: float | Tensor,
-        names_culprits: bool = False,
+        self, kinds: Sequence[Norm], grad_scale: float | Tensor, names_culprits: bool = False
     ) -> list[Norms]:
         """Measures norms beside each other, and raises the error of a rejected list."""
         norms: list[Norms] = []
@@ -380,8 +370,7 @@ class ShardedGradients(Gradients):
 
 
 def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
-    sharding = gradients.sharding
-    if rule.clamps and sharding.sums:
+    if rule.clamps and any(shard.sums_over for shard in gradients.sharding.shards):
         sums = [i for i in range(len(gradients.tensors)) if gradients.shard(i).sums_over]
         raise TypeError(
             f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
@@ -390,7 +379,7 @@ def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
         )
     if rule.per_unit and gradients.tensors:
         _refuse_split(gradients)
-    if rule.per_gradient and not sharding.one_list:
+    if rule.per_gradient and not gradients.sharding.one_list:
         raise ValueError(
             f"{rule.name} measures each gradient, and process_group does not say which "
             "tensors of its processes are pieces of one; expected DTensors without process_group, "

@@ -90,9 +90,9 @@ def sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]
 def norms_of(
     tensors: list[Tensor], batch: Batch | None, norm_type: float, *, pairs: bool, each: bool
 ) -> Tensor:
-    """Partial norms of gradients of one device and dtype, not empty, or the norm of `each`.
+    """Partial norms of gradients of one device and dtype, not empty, or, with `each`, their norms.
 
-    `batch` has them, where there is one; `pairs` are complex gradients, read as pairs.
+    `batch` has them, where there is one. With `pairs` they are complex, read as pairs.
     """
     if pairs and norm_type != 2.0:
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None

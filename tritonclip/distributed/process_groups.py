@@ -74,21 +74,18 @@ class Domain:
         """The device on which a group reduces numbers of a device; None for the same one."""
         key = group, device.type
         if key not in self.carriers:
-            self.carriers[key] = _carrier(group, device)
+            from torch import distributed as dist
+
+            # A device that it has a backend for: with CPU offload, NCCL reduces nothing there.
+            config = dist.get_backend_config(group)
+            types = [part.split(":")[0] for part in config.split(",") if ":" in part]
+            is_same = not types or device.type in types
+            self.carriers[key] = None if is_same else torch.device(types[0])
         return self.carriers[key]
 
 
-def _carrier(group: ProcessGroup, device: torch.device) -> torch.device | None:
-    """A device that the group has a backend for: with CPU offload, NCCL reduces nothing there."""
-    from torch import distributed as dist
-
-    config = dist.get_backend_config(group)
-    types = [part.split(":")[0] for part in config.split(",") if ":" in part]
-    return None if not types or device.type in types else torch.device(types[0])
-
-
 def check_processes(process_group: object, copies: object) -> Processes | None:
-    """The user's arguments as one; None where neither was given. Raises where they are none."""
+    """A user's arguments as one, None without any; raises for what is no group or no copies."""
     if process_group is None and copies is None:
         return None
     if process_group is None:

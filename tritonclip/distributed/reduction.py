@@ -58,12 +58,7 @@ class CachedIntegers:
 
 @dataclass(slots=True, eq=False)
 class ShardGroup:
-    """The gradients of one of a plan's groups, as shards.
-
-    Attributes:
-        shard: the weight and sums of each of them.
-        positions: theirs among the parameters.
-    """
+    """The shard of each gradient of a plan's group, and their positions among the parameters."""
 
     shard: LocalShard
     positions: CachedIntegers
@@ -85,17 +80,11 @@ def powers_of(norms: Tensor, norm_type: float, *, total: bool) -> Tensor:
     return powers.sum(0, keepdim=True) if total and powers.shape[0] != 1 else powers
 
 
-def positive(sums: Tensor) -> Tensor:
-    """Sums, NaN where a process rejected its gradients."""
-    return torch.where(sums < 0, math.nan, sums)
-
-
 def roots_of(sums: Tensor, norm_type: float) -> Tensor:
     """The norm of each row of power sums, 1-d."""
     if norm_type == 0:
-        return positive(sums)[:, 0].round()
-    roots = sums.sqrt() if norm_type == 2 else positive(sums).pow(1 / norm_type)
-    return roots[:, 0]
+        return sums[:, 0].round()
+    return (sums.sqrt() if norm_type == 2 else sums.pow(1 / norm_type))[:, 0]
 
 
 def extreme_of(rows: Tensor, sign: float) -> Tensor:
@@ -222,7 +211,7 @@ class Reduction:
         flat = [(n.reshape(-1).to(device), group) for n, group in measured]
         norm = _Norm(self, norm_type, device, home, each, sums, rejected)
         if math.isinf(norm_type):
-            return (yield from norm.extreme(flat, norm_type))
+            return (yield from norm.extreme(flat))
         if norm_type > MOST_IN_FLOAT64:
             return (yield from norm.by_largest(flat))
         return (yield from norm.by_powers(flat))
@@ -265,8 +254,8 @@ class _Norm:
             rows = [powers_of(norm, self.norm_type, total=total) for norm, _ in measured]
             return self._weighted(rows, measured)
 
-        rows, _ = yield from self._everyones(rows_of, measured, largest=False)
-        return roots_of(rows, self.norm_type)
+        sums, _ = yield from self._everyones(rows_of, measured, largest=False)
+        return roots_of(sums, self.norm_type)
 
     def by_largest(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
@@ -282,14 +271,14 @@ class _Norm:
             rows.append(powers if self.each else powers.sum(0, keepdim=True))
         total = self._weighted(rows, measured)
         if self.rejected:
-            # Where nobody has raised: the root of this is NaN.
-            total.fill_(-math.inf)
+            # Where nobody has raised.
+            total.fill_(math.nan)
         total = yield from self._reduced(total, self._sharding.domain.groups)
-        return scale * positive(total)[:, 0].pow(1 / self.norm_type)
+        return scale * total[:, 0].pow(1 / self.norm_type)
 
-    def extreme(self, measured: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
+    def extreme(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
-        sign = 1.0 if norm_type > 0 else -1.0
+        sign = 1.0 if self.norm_type > 0 else -1.0
         rows_of = partial(self._extremes, sign=sign)
         rows, _ = yield from self._everyones(rows_of, measured, largest=True)
         return extreme_of(rows, sign)

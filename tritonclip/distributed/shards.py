@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tritonclip.distributed.process_groups import Domain, Processes, domain_of
+from tritonclip.engine.arguments import PLAIN
+from tritonclip.engine.plan import WIDE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -130,9 +131,6 @@ def _weight(copies: int | None, n_shards: int, domain: Domain) -> float:
     return n_shards / domain.inner
 
 
-_WIDE = frozenset({torch.float64, torch.complex128})
-
-
 @dataclass(slots=True, eq=False)
 class Sharding:
     """All that is known of a list over processes, but for its local shards.
@@ -150,7 +148,6 @@ class Sharding:
         n_copies: the user's number of processes of each parameter.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
-        sums: some gradients are Partial.
         mixed: some gradients are plain.
     """
 
@@ -165,7 +162,6 @@ class Sharding:
     n_copies: tuple[int | None, ...]
     wide: bool
     one_list: bool
-    sums: bool
     mixed: bool
 
 
@@ -204,9 +200,8 @@ def sharding_of(
             for i, dim in copied
         ),
         n_copies=tuple(n_copies),
-        wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
+        wide=not WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
-        sums=any(shard.sums_over for shard in shards),
         mixed=any(grad_specs[i] is None for i in positions),
     )
 
@@ -271,20 +266,13 @@ CAPACITY = 32
 _NOBODY = Processes()
 # Attributes of a DTensor, read directly: `to_local` and `placements` call Python for each.
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
-_PLAIN = frozenset({Tensor, Parameter})
 
 
 class LocalShards(NamedTuple):
-    """The shards of a gradient list that lie here.
-
-    Attributes:
-        tensors: plain, one a gradient.
-        wrappers: the DTensors around them, whose versions count too.
-        absent: the parameters without a gradient.
-        sharding: how the list lies over processes.
-    """
+    """The shards of a gradient list that lie here: plain tensors, one a gradient."""
 
     tensors: list[Tensor]
+    # The DTensors around them, whose versions count too; and the parameters without a gradient.
     wrappers: list[Tensor]
     absent: list[Tensor]
     sharding: Sharding
@@ -425,7 +413,7 @@ def _shards_of(
     else:
         wrappers = [g for g in there if isinstance(g, dtensor)]
         tensors = [g._local_tensor if isinstance(g, dtensor) else g for g in there]
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not PLAIN.issuperset(map(type, tensors)):
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
     absent = [parameters[i] for i in sharding.absent]

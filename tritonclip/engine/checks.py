@@ -77,10 +77,10 @@ def refuse_read_only(gradients: Gradients) -> None:
     )
 
 
-def refuse_negative(name: str, norm: Tensor) -> None:
+def refuse_negative(total_norm: Tensor) -> None:
     """Refuses a norm below 0 where it can be read at no cost."""
-    if norm.device.type == "cpu" and (number := float(norm.detach())) < 0:
-        raise ValueError(f"{name} must be 0 or more, got {number}")
+    if total_norm.device.type == "cpu" and (number := float(total_norm.detach())) < 0:
+        raise ValueError(f"total_norm must be 0 or more, got {number}")
 
 
 POLICIES = ("propagate", "error", "zero")

@@ -26,6 +26,7 @@ from tritonclip.engine.arguments import (
 )
 from tritonclip.engine.checks import refuse_negative, refuse_other_model
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan import result_dtype
 from tritonclip.modes import WHOLE
 from tritonclip.rules import ClipByGlobalNorm, Rule, rule_of
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -101,7 +102,7 @@ def _simulate_clip(grads: Sequence[Tensor], names: str, text: str, *_: object) -
     if rule.clamps:
         return grads[0].new_empty(0)
     shape = (len(grads),) if rule.per_gradient else ()
-    return grads[0].new_empty(shape, dtype=_result_dtype(grads))
+    return grads[0].new_empty(shape, dtype=result_dtype(grads))
 
 
 def _norm(
@@ -115,7 +116,7 @@ def _norm(
 
 
 def _simulate_norm(tensors: Sequence[Tensor], *_: object) -> Tensor:
-    return tensors[0].new_empty((), dtype=_result_dtype(tensors))
+    return tensors[0].new_empty((), dtype=result_dtype(tensors))
 
 
 def _scale(
@@ -126,14 +127,9 @@ def _scale(
     changing: Tensor | None = None,
 ) -> None:
     """Scales by a norm that was measured before; `numbers` of the rule, or those that change."""
-    refuse_negative("total_norm", total_norm)
+    refuse_negative(total_norm)
     rule = rule_of(ClipByGlobalNorm, *(numbers if changing is None else changing.tolist()))
     execute.scale_(_gradients(grads, names), rule, total_norm)
-
-
-def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
-    return torch.float64 if wide else torch.float32
 
 
 _LIBRARY = torch.library.Library("tritonclip", "FRAGMENT")

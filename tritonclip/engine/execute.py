@@ -243,11 +243,7 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     plan = gradients.plan
     assert plan is not None
     # Every step that may fail, such as an upload of addresses, comes before the first write.
-    if len(plan.groups) == 1:
-        # It holds all gradients: without gathering them, short lists take less time.
-        batches = [plan.groups[0].layout.bind(gradients.readable, gradients.addresses)]
-    else:
-        batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
+    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
     for group, batch in zip(plan.groups, batches, strict=True):
         low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)

@@ -182,11 +182,7 @@ class Gradients:
         """Under `verify()`, raises on all processes of the list where they make another call."""
 
     def measure(
-        self,
-        norm: Norm,
-        grad_scale: float | Tensor = 1.0,
-        *,
-        names_culprits: bool = False,
+        self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
     ) -> norms.Norms:
         """Measures a list that is not empty; of a rejected one, raises when others know.
 

@@ -166,10 +166,7 @@ class Norms:
 
 
 def measure(
-    gradients: Gradients,
-    norm_type: float,
-    per_gradient: bool,
-    grad_scale: float | Tensor = 1.0,
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor = 1.0
 ) -> Norms:
     """Measures the groups of a list that is not empty: one launch each on a GPU."""
     plan = gradients.plan
@@ -201,10 +198,7 @@ def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> 
 
 
 def _measure_groups(
-    gradients: Gradients,
-    norm_type: float,
-    per_gradient: bool,
-    grad_scale: float | Tensor,
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
 ) -> Norms:
     """Measures several groups, complex gradients, or no elements at all."""
     plan = gradients.plan

@@ -116,6 +116,8 @@ class Plan:
         return grads
 
 
+# The dtypes whose norms are float64.
+WIDE = frozenset({torch.float64, torch.complex128})
 # Most that a gradient takes in a plan, beside scratch: 288 bytes where it has one dimension, 368
 # where it has four, 488 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
@@ -157,12 +159,7 @@ def make_plan(
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
     Of `whole` gradients no other process has a part. Those whose `shards` differ are of different
-    groups. With `wide`, results are float64 in any case.
-
-    Raises:
-        TypeError: gradients that are no plain floating-point or complex tensors.
-        ValueError: gradients whose elements overlap, or that have no memory.
-        RuntimeError: the backend asked for cannot serve them.
+    groups. With `wide`, results are float64 in any case. Raises as :class:`Gradients`.
     """
     grads = list(tensors)
     for index, grad in enumerate(grads):
@@ -220,7 +217,7 @@ def make_plan(
         staged=tuple(copies),
         views=tuple(views),
         device=grads[0].device,
-        dtype=_result_dtype([group.dtype for group in groups], wide=wide),
+        dtype=torch.float64 if wide else result_dtype(grads),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         empty=not any(map(Tensor.numel, readable)),
@@ -242,7 +239,7 @@ def make_plan(
 
 def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
     """The plan of a process without gradients, where others have some."""
-    dtype = _result_dtype((), wide=wide)
+    dtype = torch.float64 if wide else torch.float32
     return Plan((), device, dtype, verifying, requires_grad=True, empty=True)
 
 
@@ -255,8 +252,10 @@ def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:
     return list(first.values()) if len(first) <= index else None
 
 
-def _result_dtype(dtypes: Sequence[torch.dtype], *, wide: bool) -> torch.dtype:
-    return torch.float64 if wide or torch.float64 in dtypes else torch.float32
+def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of norms: float64 if any tensor is float64, else float32."""
+    narrow = WIDE.isdisjoint({x.dtype for x in tensors})
+    return torch.float32 if narrow else torch.float64
 
 
 def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:

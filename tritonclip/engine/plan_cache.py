@@ -71,11 +71,7 @@ class PlanCache:
         return len(self._plans)
 
     def find(
-        self,
-        grads: list[Tensor],
-        addresses: list[int],
-        setting: Settings,
-        sharding: object = None,
+        self, grads: list[Tensor], addresses: list[int], setting: Settings, sharding: object = None
     ) -> Plan | None:
         """The plan for distinct gradients of a known form, at least one; None for others."""
         # At a nested tensor the guards end the process.

@@ -84,7 +84,9 @@ class SpectralBatch:
         if written and scale != 1:
             # Those that are clipped carry no loss scale any more.
             left = [i for i in range(len(limits)) if i not in written]
-            batch, sizes, after = self._part(left), sizes[left], after[left]
+            sizes, after, grads = sizes[left], after[left], [self._grads[i] for i in left]
+            on_host = bool(grads) and choose.host_decides(grads[0].device)
+            batch = TorchBatch(grads, self._dtype, on_host=on_host) if grads else None
         if batch is not None:
             partials = batch.partials_each(sizes, 2.0)
             batch.scale_each_(partials, Clip(2.0, 0.0, after, clip.grad_scale, clip.erase))
@@ -104,12 +106,6 @@ class SpectralBatch:
             self._grads[i].copy_(new)
             written.add(i)
         return written
-
-    def _part(self, indices: list[int]) -> Batch | None:
-        """Some of the gradients in the hands of PyTorch; None for none."""
-        grads = [self._grads[i] for i in indices]
-        on_host = bool(grads) and choose.host_decides(grads[0].device)
-        return TorchBatch(grads, self._dtype, on_host=on_host) if grads else None
 
     def _norm_after(self, norm: float, limit: float) -> float:
         """What a singular value becomes; the limit for one that is not finite."""

@@ -27,10 +27,8 @@ UNIT_BYTES = 512
 def batches_of(gradients: Gradients, rule: Rule) -> list[UnitBatch]:
     """The gradients of a list with their weights, for a rule by unit: one batch a group.
 
-    Raises:
-        TypeError: sparse gradients; weights that cannot be read.
-        ValueError: weights of another shape than their gradient, or without memory.
-        RuntimeError: `exclude` named parameters that are gone.
+    TypeError for sparse gradients, and for weights that cannot be read; ValueError for weights of
+    another shape than their gradient, or without memory.
     """
     plan = gradients.plan
     assert plan is not None

@@ -23,7 +23,7 @@ from tritonclip.engine import units
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.plan import Group
+from tritonclip.engine.plan import WIDE, Group
 from tritonclip.engine.spectra import SpectralBatch, batches_of
 from tritonclip.engine.units import norms_by_unit
 from tritonclip.rules import BoundRule, ClipState, Norm, Rule
@@ -70,7 +70,7 @@ class Reference:
         self._gradients = gradients
         self._before = [widened(dense(g)).clone() for g in gradients.tensors]
         # Norms of narrower gradients are no better for being returned as float64.
-        wide = all(g.dtype in (torch.float64, torch.complex128) for g in gradients.tensors)
+        wide = all(g.dtype in WIDE for g in gradients.tensors)
         self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
 
     def check_clip(
@@ -122,7 +122,7 @@ class Reference:
         # Asked for norms as they are.
         rule.limit(norms)
         if rule.spectral:
-            norms = engine.measure(twin, 2.0, True, 1.0)
+            norms = engine.measure(twin, 2.0, True)
         larger = []
         for measured in map(as_tensor, norms.partials):
             # By unit, norms of weights stand below.
@@ -194,7 +194,7 @@ class Reference:
         Before and after the loss scale is divided out, that has half a unit in the last place.
         """
         for grad, before in zip(self._gradients.tensors, self._before, strict=True):
-            wide = grad.dtype in (torch.float64, torch.complex128)
+            wide = grad.dtype in WIDE
             info = torch.finfo(torch.float64 if wide else torch.float32)
             unit = info.smallest_normal * info.eps
             yield before.abs() * (unit * max(1.0, 1.0 / grad_scale))
@@ -224,10 +224,7 @@ class Reference:
         raise_mismatches(mismatches)
 
     def _compare(
-        self,
-        expected: Sequence[Tensor],
-        exact: Sequence[bool],
-        slack: Iterable[float | Tensor],
+        self, expected: Sequence[Tensor], exact: Sequence[bool], slack: Iterable[float | Tensor]
     ) -> None:
         """Compares all gradients with what they should be: where `exact`, in every bit.
 
@@ -239,7 +236,10 @@ class Reference:
             info = torch.finfo(grad.dtype)
             found = widened(dense(grad))
             if grad.layout == torch.sparse_coo:
-                right = torch.where(has_entry(grad), right, 0.0)
+                # Elsewhere a gradient is 0, whatever it is multiplied by.
+                has_entry = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
+                has_entry[tuple(grad._indices())] = True
+                right = torch.where(has_entry, right, 0.0)
             # Rounding to the gradient's dtype may also carry past its largest value, and loses
             # values below its least. Among those, half a unit comes from the norm and half from
             # rounding.
@@ -396,13 +396,6 @@ def widened(x: Tensor) -> Tensor:
     wide = wide_dtype(x.device)
     dtype = wide.to_complex() if x.is_complex() else wide
     return x.resolve_conj().resolve_neg().to(dtype).contiguous()
-
-
-def has_entry(grad: Tensor) -> Tensor:
-    """Where a sparse gradient has a value; elsewhere it is 0, whatever it is multiplied by."""
-    found = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
-    found[tuple(grad._indices())] = True
-    return found
 
 
 def norm_of(x: Tensor, norm_type: float) -> float:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import c_loops, derivatives, formulas
+from tritonclip.engine.plan import result_dtype
+from tritonclip.functional import c_loops, derivatives
 from tritonclip.functional.coefficients import as_limit_or_tensor, coefficients_of, one_element
 from tritonclip.functional.norms import norm_of_all
 from tritonclip.functional.products import scaled
@@ -56,14 +57,12 @@ def global_norm(tensors: Any) -> Tensor:
     if norm is not None:
         return norm
     values = tree.check()
-    return _norm_of(values).to(formulas.result_dtype(values))
+    return norm_of_all(values).to(result_dtype(values))
 
 
 @explained("clip_by_global_norm(tensors, 1.0)")
 def clip_by_global_norm(
-    tensors: T,
-    max_norm: float | Tensor,
-    use_norm: float | Tensor | None = None,
+    tensors: T, max_norm: float | Tensor, use_norm: float | Tensor | None = None
 ) -> tuple[T, Tensor]:
     """Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
 
@@ -120,21 +119,16 @@ def clip_by_global_norm(
     if made is not None:
         return tree.rebuild(made[0]), made[1]
     values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
-    dtype = formulas.result_dtype(values)
+    dtype = result_dtype(values)
     if use_norm is None and derivatives.are_recorded(values, [limit]):
         clipped, norm = derivatives.clip(values, [limit], "max_norm", each=False)
         return tree.rebuild(clipped), norm.to(dtype)
-    norm = _norm_of(values) if use_norm is None else _given(use_norm, values, dtype)
+    norm = norm_of_all(values) if use_norm is None else _given(use_norm, values, dtype)
     clipped = values
     if values:
         clipped = scaled(values, coefficients_of(norm, [limit], dtype, "max_norm"))
     result: T = tree.rebuild(clipped)
     return result, norm.to(dtype)
-
-
-def _norm_of(values: list[Tensor]) -> Tensor:
-    """The norm in the wide dtype."""
-    return norm_of_all(values) if values else torch.zeros(())
 
 
 def _given(norm: float | Tensor, values: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
+from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, derivatives, formulas
 from tritonclip.functional.coefficients import as_limit_or_tensor, coefficient_over, coefficients_of
 from tritonclip.functional.norms import norms_of_each, norms_over
@@ -24,10 +25,7 @@ T = TypeVar("T")
 
 @explained("clip_by_norm(x, 1.0)")
 def clip_by_norm(
-    x: T,
-    max_norm: float | Tensor,
-    dim: int | Sequence[int] | None = None,
-    norm_type: float = 2.0,
+    x: T, max_norm: float | Tensor, dim: int | Sequence[int] | None = None, norm_type: float = 2.0
 ) -> T:
     """Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
 
@@ -197,7 +195,7 @@ def _clip_each(
     if values and order == 2 and derivatives.are_recorded(values, limits):
         clipped, _ = derivatives.clip(values, limits, name, each=True)
     elif values:
-        norms, dtype = norms_of_each(values, order), formulas.result_dtype(values)
+        norms, dtype = norms_of_each(values, order), result_dtype(values)
         clipped = scaled(values, coefficients_of(norms, limits, dtype, name))
     result: T = tree.rebuild(clipped)
     return result
@@ -213,9 +211,9 @@ def _times(limit: float | Tensor, factor: float) -> float | Tensor:
 
 def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:
     """One tensor by its norms over some dimensions."""
-    dtype = formulas.result_dtype([x])
+    dtype = result_dtype([x])
     norms = formulas.within(norms_over(x, norm_type, dim), dtype)
-    (clipped,) = scaled([x], [coefficient_over(norms, limit, dtype, "max_norm")])
+    (clipped,) = scaled([x], [coefficient_over(norms, limit, dtype)])
     return clipped
 
 

@@ -50,8 +50,6 @@ def serve() -> bool:
     """Whether the loops may serve a call: they are chosen, and nothing has to see each operator."""
     if is_dynamo_compiling() or is_observed() or loops is None:
         return False
-    if settings.are_default():
-        return True
     backend, verifying = settings.current()
     return backend in ("auto", "native") and not verifying
 
@@ -67,10 +65,10 @@ def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
 
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
-    """New tensors, scaled to a limit of the norm of all, and that norm, which may be known.
+    """New tensors, scaled to a limit of the norm of all, and that norm, or the one that is given.
 
-    None where the loops cannot serve the leaves, a tensor or a list of tensors and None, or a
-    number is none.
+    None where the loops cannot serve the leaves, a tensor or a list of tensors and None, or where
+    the limit is no number.
     """
     return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
 
@@ -103,7 +101,7 @@ def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
 def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
     """The 2-norm of each row, float64[n_tensors, n_rows]; None where the loops cannot serve.
 
-    There is a tensor at least, and as many rows in each.
+    All tensors, of which there is one at least, have as many rows.
     """
     dtype, n = tensors[0].dtype, len(tensors[0])
     if not serve() or dtype not in CODES:

@@ -61,12 +61,11 @@ def coefficients_of(
     return list(coefficients.unbind() if norms.dim() else [coefficients])
 
 
-def coefficient_over(norms: Tensor, limit: float | Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def coefficient_over(norms: Tensor, limit: float | Tensor, dtype: torch.dtype) -> Tensor:
     """As `coefficients_of`, for norms of any shape, to which the limit has to broadcast."""
     bound = _as_tensor(limit, norms, dtype)
-    fits = broadcasts(bound.shape, norms.shape)
-    if not fits:
-        bound = one_element(name, bound, ", or one that broadcasts to the norms over dim")
+    if not broadcasts(bound.shape, norms.shape):
+        bound = one_element("max_norm", bound, ", or one that broadcasts to the norms over dim")
     return coefficient_of(norms, bound)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.coefficients import coefficients_of
 from tritonclip.functional.norms import is_readable, needs_grad, norm_of_all, norms_of_each
@@ -45,7 +46,7 @@ class _Clip(torch.autograd.Function):
     def forward(
         ctx: Any, limits: Sequence[float], name: str, each: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        dtype = formulas.result_dtype(tensors)
+        dtype = result_dtype(tensors)
         clipped, norms = _clipped(list(tensors), limits, dtype, name, each=each)
         rounded = c_double if dtype == torch.float64 else c_float
         numbers = [rounded(limit).value for limit in limits]

@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-
-_WIDE = frozenset({torch.float64, torch.complex128})
-
-
-def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of norms: float64 if any tensor is float64, else float32."""
-    narrow = _WIDE.isdisjoint({x.dtype for x in tensors})
-    return torch.float32 if narrow else torch.float64
+from tritonclip.engine.plan import WIDE
 
 
 def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> Tensor:
@@ -43,7 +36,7 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
         if x.is_complex():
             is_zero = is_zero.all(-1, keepdim=True)
         norm = (~is_zero).sum(over, keepdim=True).to(real.dtype)
-    elif norm_type == 2 and real.dtype == torch.float64 and x.dtype not in _WIDE:
+    elif norm_type == 2 and real.dtype == torch.float64 and x.dtype not in WIDE:
         # Squares of narrower dtypes neither overflow nor vanish in float64.
         norm = _norm_of_real(real, norm_type, over, is_complex=x.is_complex())
     else:

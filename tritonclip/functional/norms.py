@@ -18,8 +18,10 @@ from tritonclip.backends import choose
 from tritonclip.backends.operators import PIECE, wide_dtype
 from tritonclip.backends.units import unit_norms
 from tritonclip.engine import execute, units, verify
+from tritonclip.engine.arguments import device_of
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError
+from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.modes import is_jit_traced, is_traced
 
@@ -45,9 +47,11 @@ def needs_grad(tensors: Sequence[Tensor]) -> bool:
 
 
 def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over all tensors, 0-d in the wide dtype on the first one's device."""
+    """The 2-norm over all tensors, 0-d in the wide dtype on the first one's device; 0 of none."""
+    if not tensors:
+        return torch.zeros(())
     if not is_readable(tensors):
-        return formulas.norm_of_all(tensors, 2.0, formulas.result_dtype(tensors))
+        return formulas.norm_of_all(tensors, 2.0, result_dtype(tensors))
     if not needs_grad(tensors):
         return _total(tensors)
     norm: Tensor = _Norm.apply(False, *tensors)  # type: ignore[no-untyped-call]
@@ -57,7 +61,7 @@ def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
 def norms_of_each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of each tensor, 1-d in the wide dtype on the first one's device."""
     if not is_readable(tensors) or (norm_type != 2 and needs_grad(tensors)):
-        device, dtype = tensors[0].device, formulas.result_dtype(tensors)
+        device, dtype = tensors[0].device, result_dtype(tensors)
         norms = torch.stack([formulas.norm_of(x, norm_type).to(device) for x in tensors])
         return formulas.within(norms, dtype)
     if needs_grad(tensors):
@@ -154,7 +158,7 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
 def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     numbers = c_loops.norms_of(list(tensors), norm_type)
     if numbers is not None:
-        dtype = formulas.result_dtype(tensors)
+        dtype = result_dtype(tensors)
         return torch.tensor(numbers, dtype=dtype, device="cpu").to(torch.float64)
     norms = execute.total_norm(_planned(tensors), norm_type, per_gradient=True)
     return norms.to(wide_dtype(norms.device))
@@ -174,5 +178,4 @@ def _planned(tensors: Sequence[Tensor]) -> Gradients:
 
 def list_of(tensors: Sequence[Tensor]) -> Gradients:
     """A gradient list of these tensors; raises as :class:`Gradients`."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return Gradients(list(tensors), device, "tensors[{}]".format)
+    return Gradients(list(tensors), device_of(tensors), "tensors[{}]".format)

@@ -17,6 +17,7 @@ from tritonclip.backends import choose
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.checks import check_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
+from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.coefficients import (
     as_limit_or_tensor,
@@ -54,17 +55,6 @@ def clip_per_example(
     nonfinite: Nonfinite = ...,
     add_to: T | None = ...,
 ) -> tuple[T, Tensor]: ...
-@overload
-def clip_per_example(
-    gradients: T,
-    max_norm: float | Tensor,
-    *,
-    per_layer: Literal[True],
-    normalize: bool = ...,
-    reduce: Reduction = ...,
-    nonfinite: Nonfinite = ...,
-    add_to: T | None = ...,
-) -> tuple[T, T]: ...
 @overload
 def clip_per_example(
     gradients: T,
@@ -177,7 +167,7 @@ def clip_per_example(
     fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
     totals = None if add_to is None else _totals_of(add_to, tree, fast=fast)
 
-    dtype = formulas.result_dtype(tensors)
+    dtype = result_dtype(tensors)
     batches = [_Batch(x, n, fast=fast) for x in tensors]
     norms = limiting = _measure(batches, dtype, per_layer=per_layer)
     if nonfinite != "propagate":
@@ -341,7 +331,7 @@ def _weights_of(
     if normalize:
         return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
     if not fast or isinstance(limit, Tensor) or not _LEAST <= limit <= 1 / _LEAST:
-        return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype, "max_norm")
+        return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype)
     # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
     return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
 

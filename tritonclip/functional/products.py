@@ -109,33 +109,21 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, x in enumerate(tensors):
         groups.setdefault((x.device, x.dtype), []).append(index)
-    products: list[Tensor] = list(tensors)
-    for indices in groups.values():
-        scaled_group = _products_of_group([tensors[i] for i in indices], coefficient)
-        for i, product in zip(indices, scaled_group, strict=True):
-            products[i] = product
-    return products
-
-
-def _takes_foreach(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch's foreach functions take tensors: neither float8 nor lazily negated ones."""
-    is_arithmetic = {x.dtype for x in tensors}.issubset(ARITHMETIC)
-    return is_arithmetic and not any(map(Tensor.is_neg, tensors))
-
-
-def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tensor]:
-    """Products of tensors of one device and dtype with a coefficient on the device."""
-    device, dtype = tensors[0].device, tensors[0].dtype
-    factor = coefficient.to(device, formulas.arithmetic_of(dtype))
-    if dtype == factor.dtype and _takes_foreach(tensors):
-        return list(torch._foreach_mul(tensors, factor))
-    if choose.backend_name(device, dtype) != "triton":
-        return [_product(x, factor) for x in tensors]
-    # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
-    copies = [torch.empty_like(x) for x in tensors]
-    torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    execute.scale_(list_of(copies), _FixedCoefficient(factor), torch.ones_like(factor))
-    return copies
+    products: dict[int, Tensor] = {}
+    for (device, dtype), indices in groups.items():
+        group = [tensors[i] for i in indices]
+        factor = coefficient.to(device, formulas.arithmetic_of(dtype))
+        if dtype == factor.dtype and not any(map(Tensor.is_neg, group)):
+            made: Sequence[Tensor] = torch._foreach_mul(group, factor)
+        elif choose.backend_name(device, dtype) != "triton":
+            made = [_product(x, factor) for x in group]
+        else:
+            # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
+            made = [torch.empty_like(x) for x in group]
+            torch._foreach_copy_(made, [x.resolve_neg() for x in group])
+            execute.scale_(list_of(made), _FixedCoefficient(factor), torch.ones_like(factor))
+        products.update(zip(indices, made, strict=True))
+    return [products[i] for i in range(len(tensors))]
 
 
 class _FixedCoefficient(Rule):

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils import _pytree as pytree
 
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.modes import is_traced
 
-_PLAIN = frozenset({Tensor, Parameter})
-_LEAVES = _PLAIN | {type(None)}
+_LEAVES = PLAIN | {type(None)}
 _Kind = tuple[torch.dtype, torch.layout, bool]
 
 
@@ -46,7 +46,7 @@ class Tree:
         """
         present = [leaf for leaf in self.leaves if leaf is not None]
         # Stand-ins for tensors, while they are traced, are of other classes.
-        are_tensors = _PLAIN.issuperset(map(type, present)) or (
+        are_tensors = PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )
         kinds = {_kind_of(x) for x in present} if are_tensors else set()
@@ -71,7 +71,13 @@ class Tree:
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """The same structure around other values, one for each tensor or for each leaf."""
         if self.is_sparse:
-            values = [_wrap(x, v) for x, v in zip(self._coalesced, values, strict=True)]
+            options: Any = {"is_coalesced": True, "check_invariants": False}
+            values = [
+                v
+                if x.layout == torch.strided
+                else torch.sparse_coo_tensor(x.indices().clone(), v, x.shape, **options)
+                for x, v in zip(self._coalesced, values, strict=True)
+            ]
         if len(values) == len(self.leaves):
             return self._rebuild(list(values))
         made = iter(values)
@@ -93,7 +99,7 @@ def _fault_of(leaf: Any, ordered: bool) -> str | None:
             f"must be a tensor or None, got {type(leaf).__name__}; expected a tensor, or tensors "
             f"in nested dicts, lists, tuples and dataclasses{_remedy(leaf)}"
         )
-    if type(leaf) not in _PLAIN:
+    if type(leaf) not in PLAIN:
         return (
             f"is a {type(leaf).__name__}, a tensor subclass that tritonclip cannot read; expected "
             "plain tensors: pass those that it is made of, or clip in place with clip_"
@@ -131,16 +137,6 @@ def _fault_of_kind(
         expected = "a floating-point or integer" if ordered else "a floating-point"
         return f"has dtype {dtype}; expected {expected} dtype: convert it with float()"
     return None
-
-
-def _wrap(like: Tensor, values: Tensor) -> Tensor:
-    """Wraps values as a sparse tensor if `like` is sparse."""
-    if like.layout == torch.strided:
-        return values
-    indices = like.indices().clone()
-    return torch.sparse_coo_tensor(
-        indices, values, like.shape, is_coalesced=True, check_invariants=False
-    )
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

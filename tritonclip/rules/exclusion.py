@@ -1,6 +1,5 @@
 """Parameters that a rule sets no limit for."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,29 +19,23 @@ class Excluded:
     their model or optimizer.
     """
 
-    __slots__ = ("_ids", "parameters")
-
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = tuple(parameters)
-        self._ids = tuple(map(id, parameters))
+
+    def _ids(self) -> tuple[int, ...]:
+        return tuple(map(id, self.parameters))
 
     def __len__(self) -> int:
         return len(self.parameters)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Excluded) and self._ids == other._ids
+        return isinstance(other, Excluded) and self._ids() == other._ids()
 
     def __hash__(self) -> int:
-        return hash(self._ids)
+        return hash(self._ids())
 
     def __repr__(self) -> str:
         return f"<{len(self)} parameters>" if self.parameters else "None"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Excluded, (self.parameters,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Excluded":
-        return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
 
 
 # In checkpoints, as part of a rule.
@@ -63,6 +56,7 @@ class ExcludingRule(Rule):
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
         """Whether each of these parameters is excluded."""
         if not len(self.exclude):
+            # A graph that asks for an id serves no other parameter.
             return [False] * len(parameters)
         excluded = set(map(id, self.exclude.parameters))
         return [id(parameter) in excluded for parameter in parameters]

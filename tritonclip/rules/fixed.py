@@ -42,11 +42,6 @@ class _ClipNorm(Rule):
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     known_limit = property(attrgetter("max_norm"))
 
-    @property
-    def fixed(self) -> bool:
-        """Whether `max_norm` is a number."""
-        return not callable(self.max_norm)
-
 
 @rule("ClipByGlobalNorm(1.0)", elsewhere=["ClipGradByGlobalNorm"])
 class ClipByGlobalNorm(_ClipNorm):
@@ -170,8 +165,6 @@ class ClipByRMS(Rule):
 
     schedules: ClassVar[tuple[str, ...]] = ("max_rms",)
     per_gradient: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def limit(self, measured: Measured) -> Tensor:
         """`max_rms` times the square root of the number of elements."""
@@ -249,7 +242,6 @@ class ClipByValue(Rule):
     schedules: ClassVar[tuple[str, ...]] = ("min", "max")
     # A norm is measured only where a policy looks for NaN and inf.
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def __init__(self, min: float | Schedule, max: float | Schedule | None = None) -> None:
         if max is None:

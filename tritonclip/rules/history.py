@@ -88,8 +88,6 @@ class ClipByOwnHistory(AdaptiveRule):
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def start(self) -> Sequence[float]:
         """The average, inf before the first norm, and the number of norms."""

@@ -32,7 +32,6 @@ class _ByQuantile(AdaptiveRule):
     max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
 
     def start(self) -> Sequence[float]:
         """An empty window, and the number of norms, 0."""
@@ -168,7 +167,6 @@ class ClipByOwnQuantile(_ByQuantile):
     window: int = checked(partial(as_count, least=1), default=100)
 
     per_gradient: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
 
 
 def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:

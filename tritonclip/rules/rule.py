@@ -55,15 +55,9 @@ class Measured(Protocol):
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
 
     def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Adaptive.advance`, for these rows of the values and these norms, on their device.
+        """As `Adaptive.advance`, of these rows of the values, for these norms, on their device.
 
-        Args:
-            rule: any.
-            values: its state.
-            rows: int64, of the norms; None for all in order.
-
-        Returns:
-            The limit, and all values after.
+        Rows are int64, None for all in order. Returns the limit, and all values after.
         """
 
     @property
@@ -81,7 +75,7 @@ class Measured(Protocol):
 
 
 def _overrides(cls: type, method: str, other: str) -> bool:
-    """Whether the class that defines `method` comes before the one that defines `form`."""
+    """Whether the class that defines `method` comes before the one that defines `other`."""
     defined = [
         next(i for i, base in enumerate(cls.__mro__) if n in vars(base)) for n in (method, other)
     ]
@@ -95,9 +89,7 @@ def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -
 
 @dataclass_transform(frozen_default=True, field_specifiers=(checked,))
 def rule(
-    call: str = "",
-    names: Mapping[str, str] | None = None,
-    elsewhere: Sequence[str] = (),
+    call: str = "", names: Mapping[str, str] | None = None, elsewhere: Sequence[str] = ()
 ) -> Callable[[Kind], Kind]:
     """Makes a class a frozen value of `checked` fields, which a checkpoint may have.
 

@@ -79,7 +79,6 @@ class ClipBySpectralNorm(ExcludingRule):
     per_gradient: ClassVar[bool] = True
     spectral: ClassVar[bool] = True
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def limit(self, measured: Measured) -> float:
         """`max_norm`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -103,12 +104,16 @@ class ClipState:
         return {**counts, "values": None if values is None else values.tolist()}
 
     @outside_inference
-    def _as_tensor(self) -> Tensor | None:
-        """The values; where the host decides, a copy."""
+    def _as_tensor(self, device: torch.device | None = None) -> Tensor | None:
+        """The values, on a device, without a wait for it; where the host decides, a copy."""
         values = self._values
         if isinstance(values, array):
             values = torch.frombuffer(values[:], dtype=torch.float64).view(self._shape)
-        return values
+        if values is None or device is None:
+            return values
+        # Some devices have no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return values.to(device, dtype, non_blocking=values.device.type == "cpu")
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -197,19 +202,18 @@ class ClipState:
         elif not grows:
             self._n_parameters = measured.positions()[1]
         norm = measured.numbers()
-        if norm is not None:
-            numbers = self._values
-            if not isinstance(numbers, array) or (n is not None and n != self._shape[0]):
-                numbers = self._numbers_for(rule, n, grows=grows)
-            if rows is None:
-                result: tuple[Any, Values] = rule.advance_on_host(numbers, norm)
-                return result
-            width = self._shape[1]
-            limit, after = rule.advance_on_host(_picked(numbers, rows, width), norm)
-            return limit, _placed(after, numbers, rows, width)
-        values = self._values_for(rule, measured.device, n, grows=grows)
-        index = None if rows is None else self._index_of(rows, values.device)
-        return measured.advance(rule, values, index)
+        device = measured.device if norm is None else None
+        values = self._values_on(device, rule, n, grows=grows)
+        if norm is None or isinstance(values, Tensor):
+            assert isinstance(values, Tensor)
+            index = None if rows is None else self._index_of(rows, values.device)
+            return measured.advance(rule, values, index)
+        if rows is None:
+            result: tuple[Any, Values] = rule.advance_on_host(values, norm)
+            return result
+        width = self._shape[1]
+        limit, after = rule.advance_on_host(_picked(values, rows, width), norm)
+        return limit, _placed(after, values, rows, width)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """ValueError for a list that is not the one that the state knows.
@@ -239,37 +243,22 @@ class ClipState:
         # A copy belongs to copies of the parameters.
         return {**self.__dict__, "_list": [], "_ids": (), "_known_rule": None}
 
-    def _values_for(self, rule: Any, device: torch.device, n: int | None, *, grows: bool) -> Tensor:
-        """The values: one row, or one for each of n parameters; made at the first call."""
-        # Some devices have no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        values = self._as_tensor()
-        if values is not None and (values.device, values.dtype) != (device, dtype):
-            values = outside_inference(values.to)(device, dtype)
-        n_new = self._count_new(rule, n, grows=grows)
+    def _values_on(
+        self, device: torch.device | None, rule: Any, n: int | None, *, grows: bool
+    ) -> Values:
+        """The values on a device, numbers for None: one row, or one for each of n parameters."""
+        values, n_new = self._values, self._count_new(rule, n, grows=grows)
         if values is None or n_new:
-            values = _grown(values, rule, device, dtype, None if n is None else n_new)
-        self._values, self._shape = values, tuple(values.shape)
+            row = array("d", rule.start())
+            known = array("d") if values is None else _numbers_of(values)
+            self._values = values = row if n is None else known + row * n_new
+            self._shape = (len(row),) if n is None else (n, len(row))
+        self._values = values = _numbers_of(values) if device is None else self._as_tensor(device)
+        assert values is not None
         return values
 
-    def _numbers_for(self, rule: Any, n: int | None, *, grows: bool) -> array[float]:
-        """As `_values_for`, where the host decides."""
-        values = self._values
-        numbers = array("d", values.flatten().tolist()) if isinstance(values, Tensor) else values
-        n_new = self._count_new(rule, n, grows=grows)
-        if numbers is None or n_new:
-            row = array("d", rule.start())
-            numbers = row if n is None else (numbers or array("d")) + row * n_new
-            self._shape = (len(row),) if n is None else (n, len(row))
-        self._values = numbers
-        return numbers
-
     def _count_new(self, rule: Any, n: int | None, *, grows: bool) -> int:
-        """The parameters, of n, that have no row yet; keeps the kind of the rule.
-
-        Raises:
-            ValueError: another number of parameters than that of the rows, unless it may grow.
-        """
+        """The parameters, of n, that have no row yet; keeps the kind of the rule."""
         shape = self._shape
         if n is None:
             n_new = 0
@@ -359,15 +348,9 @@ def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-@outside_inference
-def _grown(
-    values: Tensor | None, rule: Any, device: torch.device, dtype: torch.dtype, n: int | None
-) -> Tensor:
-    """The values with n more rows; one row alone for n None. Later calls can write to them."""
-    row = upload(rule.start(), dtype, device)
-    if n is not None:
-        row = row.repeat(n, 1)
-    return row if values is None else torch.cat([values, row])
+def _numbers_of(values: Values) -> array[float]:
+    """Values as numbers; waits for their device."""
+    return array("d", values.flatten().tolist()) if isinstance(values, Tensor) else values
 
 
 # Returns the row of each parameter of a list, None for all rows in order; and their number.
@@ -404,6 +387,12 @@ def _placed(
 class BoundRule(Rule):
     """A rule bound to its state for one call: its limit is computed once, and then remembered."""
 
+    keeps_zero = property(attrgetter("rule.keeps_zero"))
+    excludes = property(attrgetter("rule.excludes"))
+    exempt = property(attrgetter("rule.exempt"))
+    interval = property(attrgetter("rule.interval"))
+    name = property(attrgetter("rule.name"))
+
     _limit: float | list[float] | Tensor | None = None
     _list: Sequence[Tensor] = ()
     _measured: Measured | None = None
@@ -431,31 +420,6 @@ class BoundRule(Rule):
             else:
                 self._limit = self.rule.limit(measured)
         return self._limit
-
-    def interval(self) -> tuple[float, float]:
-        """As the rule's."""
-        low, high = self.rule.interval()
-        return low, high
-
-    @property
-    def keeps_zero(self) -> bool:
-        """As the rule's."""
-        return bool(self.rule.keeps_zero)
-
-    @property
-    def excludes(self) -> int:
-        """As the rule's."""
-        return int(self.rule.excludes)
-
-    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """As the rule's."""
-        exempt: list[bool] = self.rule.exempt(parameters)
-        return exempt
-
-    @property
-    def name(self) -> str:
-        """As the rule's."""
-        return str(self.rule.name)
 
     def __repr__(self) -> str:
         return repr(self.rule)

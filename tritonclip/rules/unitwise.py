@@ -76,4 +76,3 @@ class ClipByUnitNorm(ExcludingRule):
     schedules: ClassVar[tuple[str, ...]] = ("ratio",)
     per_gradient: ClassVar[bool] = True
     per_unit: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here

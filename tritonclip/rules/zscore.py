@@ -87,7 +87,6 @@ class ClipByZScore(AdaptiveRule):
     norm_type: float = checked(as_norm_type, default=2.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
 
     def start(self) -> Sequence[float]:
         """Mean, variance, and number of norms."""
