@@ -210,7 +210,7 @@ class ClippedOptimizer(ScalerSide):
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
         groups = optimizer.param_groups
-        self._log = StepLog(ClipStats(self._grouping.device), RuleStates(outliers), watch)
+        self._log = StepLog(self._grouping, RuleStates(outliers), watch)
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
@@ -514,7 +514,7 @@ class ClippedOptimizer(ScalerSide):
         References:
             `torch.cuda.synchronize`, which raises the errors of kernels that nobody waited for.
         """
-        self._log.synchronize(self.optimizer.param_groups)
+        self._log.synchronize()
 
     def _measure(
         self,
@@ -619,18 +619,15 @@ class ClippedOptimizer(ScalerSide):
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        # Rules that no step could take are no reason not to save.
-        rules = self._grouping.rules(anew=False)
-        part = self._log.state_dict(self.optimizer.param_groups, rules)
-        return with_part(saved, part)
+        return with_part(saved, self._log.state_dict())
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, part = split_part(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
-        loaded = self._log.loaded(part, self._grouping)
+        loaded = self._log.loaded(part)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
-        self._log.restore(*loaded, self.optimizer.param_groups)
+        self._log.restore(*loaded)
 
     def __copy__(self) -> ClippedOptimizer:
         """A wrapper that shares everything with this one, as shallow copies of optimizers do."""

@@ -13,12 +13,10 @@ from tritonclip.monitor.stats import ClipStats
 from tritonclip.monitor.verdict import either
 from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.outliers import OutlierTest
-from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames
 from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
-from tritonclip.rules import Rule
 from tritonclip.rules.arguments import saved_count
 
 
@@ -33,8 +31,9 @@ class StepLog:
         names: of the parameters, for the recorder.
     """
 
-    def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
-        self.stats, self.states, self.watch = stats, states, watch
+    def __init__(self, grouping: Grouping, states: RuleStates, watch: SkipWatch) -> None:
+        self.stats, self.states, self.watch = ClipStats(grouping.device), states, watch
+        self._grouping = grouping
         self.errors = ErrorWatch()
         self.recorder: Recorder | None = None
         self.names = ParameterNames()
@@ -60,17 +59,17 @@ class StepLog:
         if verdict.skip is not False:
             self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
         if found is not None:
-            self._raise(found, step.param_groups)
+            self._raise(found)
 
-    def synchronize(self, groups: Groups) -> None:
+    def synchronize(self) -> None:
         """Raises the error of a step that the device has left out; waits for the device."""
         found = self.errors.wait()
         if found is not None:
-            self._raise(found, groups)
+            self._raise(found)
 
-    def _raise(self, found: WatchedStep, groups: Groups) -> NoReturn:
+    def _raise(self, found: WatchedStep) -> NoReturn:
         """Raises the error of a step, and goes on from the state before it."""
-        error = found.error(self.states.steps - found.step - 1, groups)
+        error = found.error(self.states.steps - found.step - 1, self._grouping.groups)
         self.states.steps = found.step
         self.errors.forget()
         raise error
@@ -79,20 +78,20 @@ class StepLog:
         """The steps before the first that will raise; waits for the device if any may."""
         return self.states.steps - self.errors.n_left_out()
 
-    def state_dict(self, groups: Groups, rules: dict[str, Rule]) -> dict[str, Any]:
-        """The wrapper's own part of a checkpoint of these groups, for all rules of the program."""
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapper's own part of a checkpoint, for all rules of the program."""
         saved: dict[str, Any] = self.stats.state_dict()
         saved["calls"] = torch.tensor(self.n_steps(), device="cpu")
-        states = self.states.state_dict(groups, rules)
+        # Rules that no step could take are no reason not to save.
+        rules = self._grouping.rules(anew=False)
+        states = self.states.state_dict(self._grouping.groups, rules)
         if states:
             saved["memory"] = states
         if self.recorder is not None:
             saved["recorder"] = self.recorder.state_dict()
         return saved
 
-    def loaded(
-        self, part: object, grouping: Grouping
-    ) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
+    def loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
         """Loads a checkpoint into new objects; this log stays as it is until `restore`.
 
         Returns statistics, states, and the recorder's state or None. ValueError for norms that were
@@ -105,6 +104,7 @@ class StepLog:
             )
         part = dict(part)
         states = RuleStates(OutlierTest(self.states.outliers.skip_above))
+        grouping = self._grouping
         n_parameters = sum(len(group["params"]) for group in grouping.groups)
         states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
         states.steps = saved_count("calls", part.pop("calls", 0))
@@ -117,13 +117,13 @@ class StepLog:
         return stats, states, recorded
 
     def restore(
-        self, stats: ClipStats, states: RuleStates, recorded: dict[str, Any] | None, groups: Groups
+        self, stats: ClipStats, states: RuleStates, recorded: dict[str, Any] | None
     ) -> None:
-        """Goes on from a checkpoint of these groups that was `loaded`."""
+        """Goes on from a checkpoint that was `loaded`."""
         # In the object that users have.
         vars(self.stats).update(vars(stats))
         self.states = states
-        states.resume(groups)
+        states.resume(self._grouping.groups)
         self.watch.forget()
         self.errors.forget()
         if self.recorder is not None and recorded is not None:
