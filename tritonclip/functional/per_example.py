@@ -60,6 +60,17 @@ def clip_per_example(
     gradients: T,
     max_norm: float | Tensor,
     *,
+    per_layer: Literal[True],
+    normalize: bool = ...,
+    reduce: Reduction = ...,
+    nonfinite: Nonfinite = ...,
+    add_to: T | None = ...,
+) -> tuple[T, T]: ...
+@overload
+def clip_per_example(
+    gradients: T,
+    max_norm: float | Tensor,
+    *,
     per_layer: bool,
     normalize: bool = ...,
     reduce: Reduction = ...,
