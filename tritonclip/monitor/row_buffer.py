@@ -66,7 +66,8 @@ class RowBuffer:
     @without_grad
     def _write_(self, values: list[Tensor], n: int) -> None:
         """Puts values, n in all, into the block, on its device."""
-        device = _device_of(values)
+        # An accelerator if there is one, because uploads do not wait.
+        device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
         _refuse_capture(device)
         if self._block is not None and len(self._rows) >= len(self._block):
             self.send_()
@@ -136,11 +137,6 @@ def _refuse_capture(device: torch.device) -> None:
             "a CUDA graph is being captured, and all its replays would write to one row; expected "
             "a call outside of the capture: add the norm after graph.replay()"
         )
-
-
-def _device_of(values: list[Tensor]) -> torch.device:
-    """The device of a row: an accelerator if there is one, because uploads do not wait."""
-    return next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
 
 
 def _wide_dtype(device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -386,11 +387,6 @@ class Step:
         parameters = [p for group in self.param_groups for p in group["params"]]
         return not _has_nonzero(p.grad for p in parameters if p.grad is not None)
 
-    def written_to(self) -> list[Tensor]:
-        """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
-        lists = [group.gradients for group in self.clip_groups]
-        return [grad for g in lists for grad in (g.tensors if g.versions is None else g.versions)]
-
     def fail(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
         is_new = not (self.is_clipped or self._left)
@@ -400,7 +396,10 @@ class Step:
         ):
             # Before a rule wrote anything.
             return False
-        self._left = [(grad, version_of(grad)) for grad in self.written_to()]
+        lists = [group.gradients for group in self.clip_groups]
+        # Gradients, or the buffers that hold them.
+        versioned = chain(*(g.tensors if g.versions is None else g.versions for g in lists))
+        self._left = [(tensor, version_of(tensor)) for tensor in versioned]
         return True
 
     def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
