@@ -667,6 +667,25 @@ def clipped_twice(how):
     return build
 
 
+def test_norms_of_one_batch_that_stay_in_a_warm_up_are_no_second_clip():
+    def build():
+        model, optimizer = make()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n > 4 else 1e-9)
+
+        def step(batch, clip):
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            clip(model)
+            optimizer.step()
+            schedule.step()
+            return value
+
+        return step
+
+    assert find(build, draw(1), loss=None, limits=[0.1, 1.0]).reason
+
+
 def limited(*others, **named):
     model, _ = make()
     return lambda batch, clip: clip(model.parameters(), *others, **named)

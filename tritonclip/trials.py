@@ -195,7 +195,7 @@ class Training:
             self._check_first(trial, clipping)
             self._has_run = True
         if clip == math.inf:
-            _refuse_second_clip(_numbers(clipping.taken))
+            _refuse_second_clip(_numbers(clipping.taken), trial.losses)
         return trial
 
     def _measured(self, losses: list[Tensor], clipping: _Clipping, model: Any) -> Trial:
@@ -519,10 +519,11 @@ def _check_step(step: Any) -> None:
         ) from None
 
 
-def _refuse_second_clip(norms: Tensor) -> None:
+def _refuse_second_clip(norms: Tensor, losses: Tensor) -> None:
     """Refuses norms that are cut off at one value, although the trial has no limit."""
     norms = norms[norms.isfinite() & (norms > 0)]
-    if len(norms) and (n := n_cut_off(norms)):
+    # On one batch, norms and losses are equal while the learning rate is nearly 0.
+    if len(norms) and (n := n_cut_off(norms)) and not n_cut_off(losses.abs()):
         raise ValueError(
             f"{n} of {len(norms)} updates had gradients of the same norm, {norms.max():.4g}, and "
             "none had a larger one, in a trial without a limit: something clips or normalizes "
