@@ -323,7 +323,9 @@ def _fail(error: Exception, *, is_cast: bool = False) -> int:
             )
     if isinstance(cause, SystemExit):
         hint = '; what a script does belongs under if __name__ == "__main__":'
-    if _is_out_of_memory(cause):
+    # The allocator of a CPU raises a RuntimeError.
+    is_memory_error = isinstance(cause, torch.OutOfMemoryError | MemoryError)
+    if is_memory_error or "DefaultCPUAllocator" in str(cause):
         hint = (
             "; the memory must hold one more copy of the gradients, two in float64 while results "
             "are checked and, with loss_of, a copy of the module with gradients and two states of "
@@ -333,12 +335,6 @@ def _fail(error: Exception, *, is_cast: bool = False) -> int:
         raise error
     print(f"Error: {error}{hint}", file=sys.stderr)
     return 1
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    # The allocator of a CPU raises a RuntimeError.
-    is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_memory_error or "DefaultCPUAllocator" in str(error)
 
 
 def _check_device(device: torch.device) -> None:
