@@ -20,8 +20,6 @@ from tritonclip.backends.interface import Clip, Limit, PartialNorms
 
 # Elements of a tensor that is read at a time, to bound temporaries: 1 MiB of float64.
 PIECE = 131072
-# Where float64 is added up: in 8 lanes at least, a norm can then be wrong by 2.3e-13 at most.
-_PIECE_OF_DOUBLES = 32768
 # Elements of a tensor that is measured together with others. A call for each took 30 us in a list
 # of ten, and one for all of them 11 us. (torch 2.13, EPYC, 1 thread.) ResNet-20 each by its norm:
 # 298, 290 and 363 us with 4096, 8192 and 16384. Up to here two operators that clamp a list take
@@ -30,13 +28,15 @@ _PIECE_OF_DOUBLES = 32768
 SMALL = 8192
 # Powers of float32, at most, whose sums are normal numbers of float64: from 2^(-149 * 6) on.
 MOST_IN_FLOAT64 = 6
-# Elements of a row of a float32 tensor of more than one piece, whose squares are added up in
-# float32: 2^22 elements took 0.56 ms, and 1.3 ms in float64; 48,000 took 16 us in both ways. (EPYC,
-# 1 thread.) Rows are so short that no norm can be wrong by 1e-6. With u = 2^-24, torch adds up a
-# row of n elements in w lanes, n / w + w - 1 roundings each: the root is off by half of as many u,
-# and the roundings of root and result add 2u. With w = 8 (x86) and 4 (NEON) these are 5.7e-7 and
-# 6.9e-7.
+# Elements of a row of a long tensor, whose squares are added up in float32, so few that no norm can
+# be wrong by 1e-6. With u = 2^-24, torch adds up a row of n elements in w lanes, n / w + w - 1
+# roundings each: the root is off by half of as many u, and the roundings of root and result add 2u.
+# With w = 8 (x86) and 4 (NEON) these are 5.7e-7 and 6.9e-7.
 ROW = 64
+# Tensors with more elements are measured in rows. 2^22 of float32 took 0.56 ms, and 1.3 ms in
+# float64; 48,000 took 16 us in both ways. PyTorch converts float16 to float64 one by one: 49,152
+# took 13 us in rows, and 37 us in float64. Rows of bfloat16 took no less. (EPYC, 1 thread.)
+_IN_ROWS = {torch.float32: PIECE, torch.float16: SMALL}
 # A norm of rows that is smaller may have lost squares to underflow; one that is not finite may have
 # overflowed. From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose
 # 2^-126 each are 2^-35. In float64 they lose 2^-1022 each.
@@ -242,17 +242,22 @@ def _two_norms(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """Of a 1-d tensor: in float64, long float32 in rows."""
+    """Of a 1-d tensor: in float64, or in rows."""
     total, n = 0.0, x.numel()
-    if x.dtype == torch.float32 and n > PIECE:
+    # As many elements as have the bytes of a piece of float32.
+    size = 4 * PIECE // x.dtype.itemsize
+    if n > _IN_ROWS.get(x.dtype, n):
         rest = n % ROW
-        rows = (x[: n - rest] if rest else x).view(-1, ROW)
-        norms = torch.linalg.vector_norm(rows, 2, 1).double()
-        total = torch.dot(norms, norms).item()
+        whole = x[: n - rest] if rest else x
+        # Copies of float16 in float32 stay in cache.
+        for rows in whole.split(size) if x.dtype == torch.float16 else (whole,):
+            norms = torch.linalg.vector_norm(rows.view(-1, ROW), 2, 1, dtype=torch.float32)
+            wide = norms.double()
+            total += torch.dot(wide, wide).item()
         if not rest:
             return total
         x, n = x[-rest:], rest
-    size = PIECE if x.dtype.itemsize < 8 else _PIECE_OF_DOUBLES
+    # In 8 lanes at least, the norm of a piece of float64 can be wrong by 4.6e-13 at most.
     for piece in x.split(size) if n > size else (x,):
         wide = piece.double()
         total += torch.dot(wide, wide).item()
