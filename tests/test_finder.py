@@ -686,6 +686,17 @@ def test_norms_of_one_batch_that_stay_in_a_warm_up_are_no_second_clip():
     assert find(build, draw(1), loss=None, limits=[0.1, 1.0]).reason
 
 
+def test_absolute_errors_whose_gradient_stays_are_no_second_clip():
+    def build():
+        model = nn.Linear(4, 1)
+        return model, torch.optim.SGD(model.parameters(), 0.5)
+
+    def errors(model, batch):
+        return (model(batch) - 2).abs().mean()
+
+    assert find(build, draw(1), loss=errors, limits=[0.1, 1.0]).reason
+
+
 def limited(*others, **named):
     model, _ = make()
     return lambda batch, clip: clip(model.parameters(), *others, **named)

@@ -30,10 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tritonclip.clipping import clip_
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.engine.arguments import as_list
-from tritonclip.monitor.series import n_cut_off
+from tritonclip.monitor.series import least_equal, n_cut_off
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.watches import DELAY_STEPS, sent
-from tritonclip.rules import ClipState, Rule
+from tritonclip.rules import ClipByGlobalNorm, ClipState, Rule
 
 _MAKE = (
     "expected a function that gives (model, optimizer), or a step function step(batch, clip) that "
@@ -43,6 +43,8 @@ _MAKE = (
 _MOST_HELD_OUT = 1000
 # Unlike seeds of trials: a function may draw the batches of training too.
 _HELD_OUT_SEED = 0x5EED0
+# Gradients of one norm are the same if their largest magnitudes differ by less.
+_SAME = 1e-3
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Training:
             self._check_first(trial, clipping)
             self._has_run = True
         if clip == math.inf:
-            _refuse_second_clip(_numbers(clipping.taken), trial.losses)
+            _refuse_second_clip(_numbers(clipping.taken))
         return trial
 
     def _measured(self, losses: list[Tensor], clipping: _Clipping, model: Any) -> Trial:
@@ -377,7 +379,8 @@ class _Clipping:
         self.parameters: list[Tensor] = []
         # Of the parameters, before the first step.
         self.before: list[Tensor] = []
-        # Norms before clipping; and as an optimizer takes them, where that is watched.
+        # Norms before clipping; and, without a limit, norms and largest magnitudes as an optimizer
+        # takes the gradients.
         self.norms: list[Tensor] = []
         self.taken: list[Tensor] = []
         self._last: list[Tensor] = []
@@ -408,8 +411,9 @@ class _Clipping:
         norm = clip_(items, self._clip, state=state)
         if norm is not None and norm.dim() == 0:
             self.norms.append(norm)
-            self.taken.append(norm)
-            self._last = tensors
+            if self._clip == math.inf:
+                self.taken.append(_norm_and_largest(tensors))
+                self._last = tensors
         return norm
 
     @contextlib.contextmanager
@@ -427,7 +431,7 @@ class _Clipping:
     def _measure(self, *_: Any) -> None:
         # The last hook counts, since a ClippedOptimizer clips between its own and the one inside.
         if any(p.grad is not None for p in self._last):
-            self.taken[-1] = clip_(self._last, math.inf)
+            self.taken[-1] = _norm_and_largest(self._last)
 
 
 class _Start:
@@ -519,11 +523,23 @@ def _check_step(step: Any) -> None:
         ) from None
 
 
-def _refuse_second_clip(norms: Tensor, losses: Tensor) -> None:
+def _norm_and_largest(tensors: list[Tensor]) -> Tensor:
+    """Global norm and largest magnitude of gradients."""
+    norms = clip_(tensors, math.inf), clip_(tensors, ClipByGlobalNorm(math.inf, math.inf))
+    return torch.stack(norms)
+
+
+def _refuse_second_clip(taken: Tensor) -> None:
     """Refuses norms that are cut off at one value, although the trial has no limit."""
-    norms = norms[norms.isfinite() & (norms > 0)]
-    # On one batch, norms and losses are equal while the learning rate is nearly 0.
-    if len(norms) and (n := n_cut_off(norms)) and not n_cut_off(losses.abs()):
+    norms, largest = taken.reshape(-1, 2).T
+    usable = norms.isfinite() & (norms > 0)
+    norms, largest = norms[usable], largest[usable]
+    n = n_cut_off(norms) if len(norms) else 0
+    if not n:
+        return
+    # One gradient again, as of absolute errors, or while the learning rate is nearly 0, is no sign.
+    largest = largest[norms >= least_equal(float(norms.max()))]
+    if largest.max() - largest.min() > _SAME * largest.max():
         raise ValueError(
             f"{n} of {len(norms)} updates had gradients of the same norm, {norms.max():.4g}, and "
             "none had a larger one, in a trial without a limit: something clips or normalizes "
