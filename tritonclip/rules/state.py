@@ -113,6 +113,8 @@ class ClipState:
             return values
         # Some devices have no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
+        if (values.device, values.dtype) == (device, dtype):
+            return values
         return values.to(device, dtype, non_blocking=values.device.type == "cpu")
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
