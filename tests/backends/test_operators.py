@@ -14,16 +14,17 @@ import tritonclip
 from helpers import reference
 from helpers.cases import FLOATS, assert_bits, grad_of, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipState
-from tritonclip.backends.operators import PIECE, ROW, SMALL, split_flat
+from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL, split_flat
 
 pytestmark = pytest.mark.usefixtures("operators")
 
 LISTS = {
     "one": [5],
     "some empty": [64, 1, 30, 0],
-    "small and long ones": [SMALL + 1, 7, 0, SMALL, 20_000],
+    "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, 20_000],
     "small ones of several pieces": [SMALL - 1] * (PIECE // SMALL + 2),
-    "rows, pieces and a rest": [2 * PIECE + ROW + 5, 3],
+    "pieces and a rest": [2 * PIECE + 5, 3],
+    "long pieces and a rest": [LONG_PIECE + ROW + 5, 3],
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.
@@ -110,7 +111,7 @@ def test_rows_whose_sums_round_most_are_right_to_six_digits():
     """Eight ones before squares of half a unit in the last place, which a lane loses one by one."""
     row = torch.full((128,), 2.0**-12)
     row[:8] = 1.0
-    grads = [row.repeat(PIECE // 128 + 1), row.repeat(10)]
+    grads = [row.repeat(300), row.repeat(10)]
     norms = tritonclip.clip_(parameters(grads), ClipByNorm(math.inf))
     assert norms.tolist() == pytest.approx([true_norm([g]) for g in grads], rel=1e-6)
 

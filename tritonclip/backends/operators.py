@@ -20,27 +20,27 @@ from tritonclip.backends.interface import Clip, Limit, PartialNorms
 
 # Elements of a tensor that is read at a time, to bound temporaries: 1 MiB of float64.
 PIECE = 131072
+# The same for half types by rows: the 2^20 elements took 390 us at once, and 270 us in pieces whose
+# copies in float32 stay in cache. (torch 2.13, EPYC, 1 thread.)
+LONG_PIECE = 2**18
 # Elements of a tensor that is measured together with others. A call for each took 30 us in a list
-# of ten, and one for all of them 11 us. (torch 2.13, EPYC, 1 thread.) ResNet-20 each by its norm:
-# 298, 290 and 363 us with 4096, 8192 and 16384. Up to here two operators that clamp a list take
-# less time than one for each tensor, too: 27 and 30 us for ten of 8192, 55 and 52 us for ten of
-# 16384. (Xeon, 1 thread.)
+# of ten, and one for all of them 11 us. (As above.) ResNet-20 each by its norm: 298, 290 and 363 us
+# with 4096, 8192 and 16384. Up to here two operators that clamp a list take less time than one for
+# each tensor, too: 27 and 30 us for ten of 8192, 55 and 52 us for ten of 16384. (Xeon, 1 thread.)
 SMALL = 8192
 # Powers of float32, at most, whose sums are normal numbers of float64: from 2^(-149 * 6) on.
 MOST_IN_FLOAT64 = 6
-# Elements of a row of a long tensor, whose squares are added up in float32, so few that no norm can
-# be wrong by 1e-6. With u = 2^-24, torch adds up a row of n elements in w lanes, n / w + w - 1
-# roundings each: the root is off by half of as many u, and the roundings of root and result add 2u.
-# With w = 8 (x86) and 4 (NEON) these are 5.7e-7 and 6.9e-7.
+# Elements of a row whose squares are added up in float32, so few that no norm can be wrong by 1e-6.
+# With u = 2^-24, torch adds up a row of n elements in w lanes, n / w + w - 1 roundings each: the
+# root is off by half of as many u, and the roundings of root and result add 2u. With w = 8 (x86)
+# and 4 (NEON) these are 5.7e-7 and 6.9e-7. In float64 as many rows as add 2e-13.
 ROW = 64
-# Tensors with more elements are measured in rows. 2^22 of float32 took 0.56 ms, and 1.3 ms in
-# float64; 48,000 took 16 us in both ways. PyTorch converts float16 to float64 one by one: 49,152
-# took 13 us in rows, and 37 us in float64. Rows of bfloat16 took no less. (EPYC, 1 thread.)
-_IN_ROWS = {torch.float32: PIECE, torch.float16: SMALL}
+_ROW_OF_DOUBLES = 4096
 # A norm of rows that is smaller may have lost squares to underflow; one that is not finite may have
 # overflowed. From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose
 # 2^-126 each are 2^-35. In float64 they lose 2^-1022 each.
-_TRUSTED = {torch.float32: 2.0**-30, torch.float64: 2.0**-478}
+_TRUSTED = 2.0**-30
+_TRUSTED_DOUBLE = 2.0**-478
 # Dtypes that PyTorch, loops and kernels have arithmetic for; float8 has none.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -203,9 +203,8 @@ def as_tensor(norms: PartialNorms) -> Tensor:
 def two_norms_on_host(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
     """2-norms of tensors on a CPU: of each, or of any parts of them whose norm is that of all."""
     size = len(tensors)
-    if sum(map(Tensor.numel, tensors)) > PIECE:
-        # So many that small ones end to end are at most one piece.
-        size = PIECE // max([1, *(n for n in map(Tensor.numel, tensors) if n <= SMALL)])
+    if sum(map(Tensor.numel, tensors)) > LONG_PIECE:
+        size = LONG_PIECE // SMALL
     norms: list[float] = []
     for i in range(0, len(tensors), size):
         norms += _two_norms(tensors[i : i + size], per_gradient=per_gradient)
@@ -213,25 +212,29 @@ def two_norms_on_host(tensors: list[Tensor], *, per_gradient: bool) -> list[floa
 
 
 def _two_norms(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
-    """The 2-norm of each tensor or of all; small ones end to end."""
+    """The 2-norm of each tensor or of all, from small ones end to end and rows of long ones."""
     small = [x for x in tensors if x.numel() <= SMALL]
     long = [x for x in tensors if x.numel() > SMALL] if len(small) < len(tensors) else []
-    sums = [_sum_of_squares(x.reshape(-1)) for x in long]
-    if small:
-        flat = _flatten_dense_tensors(small)
-        if per_gradient:
-            # Half the time of torch.tensor.
-            lengths = torch.frombuffer(array("q", map(Tensor.numel, small)), dtype=torch.int64)
-            squares = flat.double().square()
-            sums_of_small = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
-            of_small, of_long = iter(sums_of_small.tolist()), iter(sums)
-            sums = [next(of_small if x.numel() <= SMALL else of_long) for x in tensors]
-        else:
-            sums.append(_sum_of_squares(flat))
-    norms = list(map(math.sqrt, sums if per_gradient else [sum(sums)]))
+    rows = list(map(_norms_of_rows, long))
+    flat = [_flatten_dense_tensors(small)] if small else []
+    if flat and flat[0].numel() > SMALL and not per_gradient:
+        rows.append(_norms_of_rows(flat.pop()))
+    parts = [x.to(rows[0].dtype) for x in flat] + rows if rows else flat
+    values = (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+    if per_gradient:
+        # Half the time of torch.tensor.
+        lengths = torch.frombuffer(array("q", map(Tensor.numel, small + rows)), dtype=torch.int64)
+        sums = torch.segment_reduce(values.square(), "sum", lengths=lengths, unsafe=True)
+        norms: list[float] = sums.sqrt_().tolist()
+        if long:
+            of_small, of_long = iter(norms), iter(norms[len(small) :])
+            norms = [next(of_small if x.numel() <= SMALL else of_long) for x in tensors]
+    else:
+        norms = [torch.linalg.vector_norm(values).item()]
     # In float64, squares of narrower elements are right, whatever they are.
-    dtype = tensors[0].dtype
-    least = _TRUSTED.get(dtype, 0.0) if long or dtype == torch.float64 else 0.0
+    least = _TRUSTED if rows else 0.0
+    if tensors[0].dtype == torch.float64:
+        least = _TRUSTED_DOUBLE
     if min(norms) >= least and sum(norms) < math.inf:
         return norms
     lists = [[x] for x in tensors] if per_gradient else [tensors]
@@ -241,27 +244,17 @@ def _two_norms(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
     ]
 
 
-def _sum_of_squares(x: Tensor) -> float:
-    """Of a 1-d tensor: in float64, or in rows."""
-    total, n = 0.0, x.numel()
-    # As many elements as have the bytes of a piece of float32.
-    size = 4 * PIECE // x.dtype.itemsize
-    if n > _IN_ROWS.get(x.dtype, n):
-        rest = n % ROW
-        whole = x[: n - rest] if rest else x
-        # Copies of float16 in float32 stay in cache.
-        for rows in whole.split(size) if x.dtype == torch.float16 else (whole,):
-            norms = torch.linalg.vector_norm(rows.view(-1, ROW), 2, 1, dtype=torch.float32)
-            wide = norms.double()
-            total += torch.dot(wide, wide).item()
-        if not rest:
-            return total
-        x, n = x[-rest:], rest
-    # In 8 lanes at least, the norm of a piece of float64 can be wrong by 4.6e-13 at most.
-    for piece in x.split(size) if n > size else (x,):
-        wide = piece.double()
-        total += torch.dot(wide, wide).item()
-    return total
+def _norms_of_rows(x: Tensor) -> Tensor:
+    """Norms of the rows of a long tensor, and the elements that are left over."""
+    flat, row, dtype = x.reshape(-1), ROW, torch.float32
+    if x.dtype == torch.float64:
+        row, dtype = _ROW_OF_DOUBLES, x.dtype
+    rest = x.numel() % row
+    rows = flat[: x.numel() - rest] if rest else flat
+    pieces = rows.split(LONG_PIECE) if x.dtype.itemsize == 2 else (rows,)
+    norms = [torch.linalg.vector_norm(p.view(-1, row), 2, 1, dtype=dtype) for p in pieces]
+    norms += [flat[-rest:].to(dtype)] if rest else []
+    return torch.cat(norms) if len(norms) > 1 else norms[0]
 
 
 def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
