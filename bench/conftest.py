@@ -189,9 +189,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Ratios first."""
     say, measured = terminalreporter.write_line, config.stash[MEASURED]
     rows, left_out = list(map(report.flat, measured)), [*config.stash[LEFT_OUT]]
-    for place, device in dict.fromkeys((r["test"], r["device"]) for r in rows if "rule" in r):
+    compared = [row for row in rows if {"rule", "device"} <= row.keys()]
+    for place, device in dict.fromkeys((r["test"], r["device"]) for r in compared):
         ours = report.ratio_rows(
-            [r for r in rows if (r["test"], r.get("device")) == (place, device)]
+            [r for r in compared if (r["test"], r["device"]) == (place, device)]
         )
         terminalreporter.section(f"torch's best time / tritonclip's: {place}, {device}")
         say(report.summary(ours))

@@ -390,11 +390,13 @@ def test_share_of_a_training_step(row: Any, model: str) -> None:
 
 
 def stepped(feature: str, stack: ExitStack, folder: Path) -> Callable[[], Any]:
-    """A step of SGD on small gradients, bare or wrapped."""
+    """A step of SGD on small gradients: bare, after torch's clip, or wrapped."""
     parameters = Gradients(WORKLOADS["small_10"], "float32", CUDA).parameters
     sgd = torch.optim.SGD(parameters, lr=1e-3)
     if feature == "bare":
         return sgd.step
+    if feature == "torch by hand":
+        return lambda: (torch.nn.utils.clip_grad_norm_(parameters, 1e9), sgd.step())
     clip, options = STEPS[feature]
     if feature == "recorder":
         options = {"recorder": stack.enter_context(tritonclip.record(folder / "run.csv"))}
@@ -404,6 +406,7 @@ def stepped(feature: str, stack: ExitStack, folder: Path) -> Callable[[], Any]:
 
 STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bare": (None, {}),
+    "torch by hand": (None, {}),
     "fixed limit": (1e9, {}),
     "by value": (tritonclip.ClipByValue(1e9), {}),
     "ClipByQuantile": (tritonclip.ClipByQuantile(), {}),

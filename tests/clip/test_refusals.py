@@ -52,7 +52,7 @@ def test_clip_refuses_before_anything_is_written(device, case, rule):
 
 
 def accumulated(tensor: Any) -> None:
-    weight = torch.zeros(5, requires_grad=True)
+    weight = torch.zeros(5, device=tensor.device, requires_grad=True)
     with tritonclip.accumulate_(weight, 1.0):
         weight.grad = tensor
 

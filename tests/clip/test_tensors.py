@@ -186,7 +186,7 @@ def test_clip_tensors_follows_a_state_as_clip_does(device, rule):
     states = [ClipState(), ClipState()]
     for step in range(4):
         grads = [normal(5, device=device, seed=step) * (step + 1), normal(3, device=device)]
-        params = same_parameters(copies(grads))
+        params = same_parameters(grad.clone() for grad in grads)
         expected = tritonclip.clip_(params, rule, state=states[0])
         # New tensors at every step, as pseudo-gradients are.
         assert_bits([clip_tensors_(grads, rule, state=states[1])], [expected])

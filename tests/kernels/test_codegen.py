@@ -288,7 +288,7 @@ def binary(request, no_linker, tmp_path_factory):
         cubin.write_bytes(compiled.asm["cubin"])
         sass, resources = _dump(cubin, "--dump-sass"), _dump(cubin, "--dump-resource-usage")
     threads, constants = launch.options["num_warps"] * target.warp_size, launch.constants
-    in_rows = constants.get("WARPS", 0) * constants.get("ROW_COLUMNS", 0)
+    in_rows = constants.get("MEDIUM_ROWS", 0) * constants.get("ROW_COLUMNS", 0)
     return Binary(
         case=case,
         assembly=compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"],

@@ -318,7 +318,7 @@ def test_known_launches_run_on_the_current_stream(cuda_backend):
         assert_bits(grads, [reference.scaled(value, by) for value in values])
 
 
-def test_hooks_of_triton_are_told_of_known_launches(cuda_backend, monkeypatch):
+def test_hooks_of_triton_are_told_of_known_launches(monkeypatch):
     triton = pytest.importorskip("triton")
     params = parameters(of_sizes(SIZES, torch.float32, "cuda"))
     told: list[object] = []

@@ -218,7 +218,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("rule", "error", "message"), WRONG)
 def test_a_wrong_rule_raises_and_changes_nothing(backend, rule, error, message):
-    weight = three_four()
+    weight = three_four(backend.device)
     with pytest.raises(error, match=message):
         tritonclip.clip_(weight, rule, state=ClipState())
     assert grad_of(weight).tolist() == [3.0, 4.0]
