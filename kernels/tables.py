@@ -18,10 +18,10 @@ from tritonclip.kernels import launch
 from tritonclip.kernels.access import (
     CHUNK,
     MEDIUM,
+    MEDIUM_ROWS,
     OCCUPANCY_2X128,
     OCCUPANCY_3X80,
     SHORT,
-    WARPS,
     Occupancy,
 )
 from tritonclip.kernels.launch import Launches, Start, wave
@@ -214,7 +214,8 @@ class UnitTables(Tables[UnitTable]):
         most = (CHUNK // lengths.clamp_min(1)).clamp(1, MOST_ROWS)
         # Whole tiles, whose rows lie in one piece.
         tiled = (lengths > SHORT) & (lengths <= MEDIUM)
-        most = torch.where(tiled, (most // WARPS * WARPS).clamp_min(WARPS), most)
+        tiles = (most // MEDIUM_ROWS).clamp_min(1)
+        most = torch.where(tiled, tiles * MEDIUM_ROWS, most)
         runs = (counts + most - 1) // most
         n_own, n_norms = runs * chunks, counts * chunks
         forms = torch.stack([counts, lengths, _starts(n_norms), _starts(counts)], 1)

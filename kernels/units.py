@@ -3,7 +3,7 @@
 Two launches measure them where weights have another dtype than their gradients.
 
 Long rows are measured as chunks are (see `norm`), one after the other; shorter ones as the rows of
-a tile: 64 at a time, or, from 257 elements on, eight, one by each warp. A row whose sum of squares
+a tile: 64 at a time, or, from 257 elements on, 16, two by each warp. A row whose sum of squares
 is not finite, or too small to be trusted, is measured again in float64, divided by its largest
 magnitude. Every partial norm has its own place, so equal inputs give equal bits. Each row is scaled
 by its own coefficient; only those with a coefficient below 1 are written.
@@ -124,7 +124,7 @@ def unit_norms_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MEDIUM: tl.constexpr,
-    WARPS: tl.constexpr,
+    MEDIUM_ROWS: tl.constexpr,
     ROW_COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -157,7 +157,7 @@ def unit_norms_kernel(
         elif (length <= MEDIUM) & are_wide(row_address, length, DTYPE):
             x_ptr = aligned_pointer(row_address, 0, DTYPE)
             n = wide_length(length, DTYPE)
-            _measure_rows(x_ptr, n_rows, n, out_ptr, LANE, WARPS, ROW_COLUMNS, STEPS)
+            _measure_rows(x_ptr, n_rows, n, out_ptr, LANE, MEDIUM_ROWS, ROW_COLUMNS, STEPS)
         else:
             start = chunk * CHUNK
             n = tl.minimum(length - start, CHUNK).to(tl.int32)
@@ -255,7 +255,7 @@ def scale_units_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MEDIUM: tl.constexpr,
-    WARPS: tl.constexpr,
+    MEDIUM_ROWS: tl.constexpr,
     ROW_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -309,7 +309,7 @@ def scale_units_kernel(
             _scale_rows(
                 aligned_pointer(row_address, 0, DTYPE), own_ptr, own_ptr + n_norms, unit_ptr,
                 n_rows, wide_length(length, DTYPE), ratio, eps, grad_scale, erase,
-                RESULT, LANE, WRITE, WARPS, ROW_COLUMNS,
+                RESULT, LANE, WRITE, MEDIUM_ROWS, ROW_COLUMNS,
             )  # fmt: skip
         else:
             start = chunk * CHUNK

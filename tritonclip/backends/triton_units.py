@@ -18,6 +18,7 @@ from tritonclip.kernels.access import (
     CHUNK,
     COLUMNS,
     MEDIUM,
+    MEDIUM_ROWS,
     OCCUPANCY_2X128,
     SHORT,
     STEPS,
@@ -29,7 +30,13 @@ from tritonclip.kernels.access import (
 from tritonclip.kernels.tables import UnitTable, UnitTables, count_chunks
 
 # Which rows are read in which way.
-_LENGTHS = {"SHORT": SHORT, "COLUMNS": COLUMNS, "MEDIUM": MEDIUM, "WARPS": WARPS, "CHUNK": CHUNK}
+_LENGTHS = {
+    "SHORT": SHORT,
+    "COLUMNS": COLUMNS,
+    "MEDIUM": MEDIUM,
+    "MEDIUM_ROWS": MEDIUM_ROWS,
+    "CHUNK": CHUNK,
+}
 
 
 class TritonUnitLayout:
@@ -176,7 +183,7 @@ class TritonUnits:
                 DTYPE=launch.TL_DTYPES[table.dtype],
                 WRITE=write,
                 ROWS=units.ROWS_SCALED,
-                ROW_COLUMNS=block_of(table.dtype.itemsize) // WARPS,
+                ROW_COLUMNS=1024 // table.dtype.itemsize,
                 BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
                 TAIL=TAIL,
                 **_LENGTHS,
