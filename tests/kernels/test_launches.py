@@ -7,11 +7,9 @@ sizes and addresses alone, so those of gradients too large for this machine are 
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
+from helpers.absent_gpu import kernel_module, replaced_launch
 from helpers.cases import CHUNK, of_sizes, parameters
 from helpers.graphs import captured_second_gpu
 from tritonclip import (
@@ -34,10 +33,6 @@ from tritonclip import (
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
 
-def kernels(name: str) -> Any:
-    return importlib.import_module(f"tritonclip.kernels.{name}")
-
-
 @dataclass
 class Launch:
     """One launch: the kernel's name, its grid and the tables among its arguments."""
@@ -49,11 +44,11 @@ class Launch:
 
 
 @pytest.fixture
-def launches(backend, monkeypatch):
+def launches(backend):
     """Every launch of the test, in order; the kernels run as usual."""
     if backend.name != "triton":
         pytest.skip("the torch backend launches no kernels of ours")
-    module = kernels("launch")
+    module = kernel_module("launch")
     real = module.launch
     seen = []
 
@@ -63,8 +58,8 @@ def launches(backend, monkeypatch):
         seen.append(Launch(name, programs, tuple(arguments[:4]), numbers[0]))
         real(kernel, device, programs, occupancy, arguments, **constants)
 
-    monkeypatch.setattr(module, "launch", launch)
-    return seen
+    with replaced_launch(launch):
+        yield seen
 
 
 def names(launches: Sequence[Launch]) -> list[str]:
@@ -219,7 +214,7 @@ def test_tables_have_the_dtypes_that_kernels_read(device, launches):
 
 
 def test_grid_is_one_wave_at_most(device, launches):
-    wave = kernels("launch").wave(device, kernels("access").OCCUPANCY_2X128)
+    wave = kernel_module("launch").wave(device, kernel_module("access").OCCUPANCY_2X128)
     for n_chunks in (1, wave, wave + 1):
         launches.clear()
         grads = [torch.ones(1, device=device) for _ in range(n_chunks)]
@@ -265,7 +260,7 @@ LENGTHS = st.one_of(
 def test_chunk_table_covers_every_element_once(device, one_multiprocessor, sizes):
     """No such gradients exist here: sizes and addresses are all that the layout is made from."""
     addresses = [16 * (index + 1) for index in range(len(sizes))]
-    table = kernels("tables").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
+    table = kernel_module("tables").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
     pointers, lengths, first_chunks, owners = table.arguments
 
     chunk = torch.arange(table.n_chunks)
@@ -290,20 +285,22 @@ ADDRESSES = [64, 128]
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
     """A number of multiprocessors, which a CPU does not have."""
-    monkeypatch.setattr(kernels("launch"), "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernel_module("launch"), "multiprocessors", lambda device: 1)
 
 
 @pytest.fixture
 def tables(device, one_multiprocessor):
     """The tables of two gradients, none made yet."""
-    return kernels("tables").ChunkTables(device, torch.float32, SIZES)
+    return kernel_module("tables").ChunkTables(device, torch.float32, SIZES)
 
 
 @pytest.fixture
 def stream(monkeypatch):
     """The current stream of the device, for a test to change."""
     current = [0]
-    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (current[0], False))
+    monkeypatch.setattr(
+        kernel_module("tables"), "_current_stream", lambda device: (current[0], False)
+    )
     return current
 
 
@@ -342,7 +339,7 @@ def test_tables_of_a_stream_are_not_found_on_another(tables, stream):
 
 
 def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
-    kept = kernels("tables").STREAMS
+    kept = kernel_module("tables").STREAMS
     first = tables.table(ADDRESSES)
     for stream[0] in range(1, kept + 1):
         tables.table(ADDRESSES)
@@ -354,7 +351,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
 def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     """Else a CUDA graph captured after one call would upload its tables at every replay."""
     table = tables.table(ADDRESSES)
-    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (0, True))
+    monkeypatch.setattr(kernel_module("tables"), "_current_stream", lambda device: (0, True))
     assert tables.table(ADDRESSES) is table
 
 
@@ -378,7 +375,7 @@ def uploads(monkeypatch):
         made.append(Upload())
         return made[-1]
 
-    monkeypatch.setattr(kernels("tables"), "_recorded", recorded)
+    monkeypatch.setattr(kernel_module("tables"), "_recorded", recorded)
     return made
 
 
@@ -387,9 +384,9 @@ def current(monkeypatch):
     """The current stream, and whether it is captured, for a test to change."""
     state = {"stream": 1, "capturing": False}
     now = lambda device: (state["stream"], state["capturing"])  # noqa: E731
-    monkeypatch.setattr(kernels("tables"), "_current_stream", now)
-    pinned = kernels("tables").PinnedMemory()
-    monkeypatch.setattr(kernels("tables"), "pinned_memory", pinned)
+    monkeypatch.setattr(kernel_module("tables"), "_current_stream", now)
+    pinned = kernel_module("tables").PinnedMemory()
+    monkeypatch.setattr(kernel_module("tables"), "pinned_memory", pinned)
     return state
 
 
@@ -455,7 +452,7 @@ def test_moved_gradients_have_to_land_anew(tables, uploads, current):
 
 
 def test_captures_of_one_table_keep_it_once(tables, uploads, current):
-    pinned = kernels("tables").pinned_memory
+    pinned = kernel_module("tables").pinned_memory
     table = tables.table(ADDRESSES)
     uploads[0].reached = True
     tables.table(ADDRESSES)
@@ -483,7 +480,7 @@ def test_tables_outlive_the_graphs_that_read_them(tables, uploads, current):
 @pytest.mark.parametrize("known", [False, True])
 def test_tables_take_one_upload(tables, monkeypatch, known):
     """A graph that uploads them copies once at each replay."""
-    module, sizes = kernels("tables"), []
+    module, sizes = kernel_module("tables"), []
     real = module.upload
 
     def upload(table, device, capturing):
@@ -502,8 +499,8 @@ def test_tables_take_one_upload(tables, monkeypatch, known):
 def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypatch):
     """A graph is captured on the second of two devices, whichever is the current one."""
     entered = captured_second_gpu(current, monkeypatch)
-    module = kernels("tables")
-    monkeypatch.setattr(kernels("launch"), "current_stream", lambda device: 10 + device.index)
+    module = kernel_module("tables")
+    monkeypatch.setattr(kernel_module("launch"), "current_stream", lambda device: 10 + device.index)
     stream = module._current_stream(torch.device("cuda", own))
     assert stream == (10 + own, own == 1)
     assert entered == [current]
@@ -511,7 +508,7 @@ def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypat
 
 def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):
     """They hold nothing before the graph is replayed, and its replays read them for ever."""
-    module = kernels("tables")
+    module = kernel_module("tables")
     pinned = module.PinnedMemory()
     monkeypatch.setattr(module, "pinned_memory", pinned)
     tables.table(ADDRESSES)
@@ -523,7 +520,7 @@ def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch
 
 
 def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
-    module = kernels("tables")
+    module = kernel_module("tables")
     made = []
 
     def allocate(n_bytes):
@@ -546,7 +543,7 @@ def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 64, 65, 128, 129])
 def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
-    module = kernels("tables")
+    module = kernel_module("tables")
     monkeypatch.setattr(module, "_pinned", torch.empty)
     pinned = module.PinnedMemory()
     assert n_bytes <= len(pinned.block(n_bytes, capturing=False)) <= max(64, 2 * n_bytes)
@@ -554,7 +551,7 @@ def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
 
 
 def test_eager_call_replaces_the_pinned_memory_of_captures(monkeypatch, one_multiprocessor):
-    module = kernels("tables")
+    module = kernel_module("tables")
     monkeypatch.setattr(module, "_pinned", torch.empty)
     monkeypatch.setattr(module, "pinned_memory", pinned := module.PinnedMemory())
     pinned.block(100, capturing=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
+from helpers.absent_gpu import kernel_module, replaced_launch
 from helpers.cases import CHUNK, copies, grad_of
 from helpers.units import assert_clipped, expected, make, truths
 from tritonclip import ClipByUnitNorm, FlatGradients
@@ -20,24 +20,20 @@ pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 BOTH = ["unit_norms_kernel", "scale_units_kernel"]
 
 
-def kernels(name: str) -> Any:
-    return importlib.import_module(f"tritonclip.kernels.{name}")
-
-
 @pytest.fixture
-def launches(backend, monkeypatch):
+def launches(backend):
     """The names of the kernels that the test launches, in order; they run as usual."""
     if backend.name != "triton":
         pytest.skip("the torch backend launches no kernels of ours")
-    module = kernels("launch")
+    module = kernel_module("launch")
     real, seen = module.launch, []
 
     def launch(kernel, *arguments, **constants):
         seen.append(kernel.fn.__name__)
         real(kernel, *arguments, **constants)
 
-    monkeypatch.setattr(module, "launch", launch)
-    return seen
+    with replaced_launch(launch):
+        yield seen
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
@@ -98,12 +94,12 @@ def test_clip_by_unit_falls_back_with_a_warning(device, launches):
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
     """A number of multiprocessors, which a CPU does not have."""
-    monkeypatch.setattr(kernels("launch"), "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernel_module("launch"), "multiprocessors", lambda device: 1)
 
 
 def _table(counts: list[int], lengths: list[int]) -> Any:
     cpu = torch.device("cpu")
-    tables = kernels("tables").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
+    tables = kernel_module("tables").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
     return tables.table(list(range(16, 16 + 32 * len(counts), 16)))
 
 
