@@ -154,8 +154,8 @@ def pytest_benchmark_update_machine_info(
         machine_info["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
         counts = {"multiprocessors": chip.multi_processor_count, "l2_bytes": chip.L2_cache_size}
         machine_info |= counts
-        card = "nvidia-smi --query-gpu=driver_version,clocks.max.memory,power.limit --format=csv"
-        machine_info["card"] = subprocess.getoutput(card)
+        about = "--query-gpu=driver_version,clocks.max.memory,power.limit --format=csv,noheader"
+        machine_info["card"] = subprocess.getoutput(f"nvidia-smi {about}")
 
 
 def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
