@@ -542,9 +542,12 @@ def _refuse_second_clip(taken: Tensor) -> None:
     if largest.max() - largest.min() > _SAME * largest.max():
         raise ValueError(
             f"{n} of {len(norms)} updates had gradients of the same norm, {norms.max():.4g}, and "
-            "none had a larger one, in a trial without a limit: something clips or normalizes "
-            "gradients beside the clip of the trial; expected a step that calls clip(parameters) "
-            "alone, without clip_grad_norm_, a ClippedOptimizer or a clipping option of a trainer"
+            "none had a larger one, in a trial without a limit: most likely something clips or "
+            "normalizes gradients beside the clip of the trial; expected a step that calls "
+            "clip(parameters) alone, without clip_grad_norm_, a ClippedOptimizer or a clipping "
+            "option of a trainer. If nothing does, the loss gives all gradients one norm, as a "
+            "hinge loss on single inputs of one length does: a limit then only scales the updates, "
+            "so choose the learning rate instead"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
 from tritonclip.messages import join_names, printable
@@ -274,6 +274,8 @@ def _label(over_steps: Axes, histogram: Axes) -> None:
     over_steps.yaxis.set_minor_formatter(NullFormatter())
     histogram.grid(visible=False)
     histogram.tick_params(labelleft=False)
+    # Else a few steps may have marks at halves.
+    histogram.xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True))
     histogram.xaxis.set_major_formatter(EngFormatter(sep=""))
     histogram.set_xlabel("number of steps")
 
