@@ -11,7 +11,7 @@ import torch
 from helpers.graphs import captured_second_gpu
 from tritonclip.modes import is_captured
 from tritonclip.monitor.row_buffer import RowBuffer
-from tritonclip.monitor.step_counts import StepCounts
+from tritonclip.monitor.stats import StepCounts
 from tritonclip.optim.watches import SkipWatch
 
 

@@ -13,9 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonclip.monitor import step_counts
-from tritonclip.monitor.step_counts import COUNTS, KEPT, StepCounts
-from tritonclip.monitor.verdict import Verdict
+from tritonclip.monitor import stats
+from tritonclip.monitor.stats import COUNTS, KEPT, StepCounts, Verdict
 
 CPU = torch.device("cpu")
 
@@ -166,7 +165,7 @@ def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
     counts = StepCounts(CPU)
     counts.add([0.5])
     with monkeypatch.context() as patch:
-        patch.setattr(step_counts, "is_captured", lambda device: True)
+        patch.setattr(stats, "is_captured", lambda device: True)
         with pytest.raises(RuntimeError, match="read them after the capture"):
             counts.read()
     assert by_name(counts)["steps"] == 1
@@ -389,10 +388,10 @@ def test_a_graph_that_is_captured_waits_for_no_stream(streams, monkeypatch):
     counts = counts_on_gpu()
     counts.add([0.5])
     use(b)
-    monkeypatch.setattr(step_counts, "is_captured", lambda device: True)
+    monkeypatch.setattr(stats, "is_captured", lambda device: True)
     counts.add([0.5])
     assert b.waited == []
-    monkeypatch.setattr(step_counts, "is_captured", lambda device: False)
+    monkeypatch.setattr(stats, "is_captured", lambda device: False)
     use(a)
     assert counts.read()[0] == 2
     assert a.waited == []

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
-from tritonclip.monitor.verdict import Flag
+from tritonclip.monitor.stats import Flag
 from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.proxy import OptimizerProxy

@@ -15,8 +15,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.hints import explained
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
-from tritonclip.monitor.stats import ClipStats
-from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, either, unless
+from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Verdict, either, unless
 from tritonclip.optim.amp import (
     ScalerSide,
     ScalerState,

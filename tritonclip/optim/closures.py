@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
-from tritonclip.monitor.stats import Outcomes, as_tensor
-from tritonclip.monitor.verdict import SKIPPED
+from tritonclip.monitor.stats import SKIPPED, Outcomes, as_tensor
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import Step, version_of

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
-from tritonclip.monitor.stats import ClipStats
-from tritonclip.monitor.verdict import either
+from tritonclip.monitor.stats import ClipStats, either
 from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.outliers import OutlierTest
 from tritonclip.optim.states import RuleStates

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonclip.backends import adaptive
 from tritonclip.distributed.process_groups import mean_of_all
-from tritonclip.monitor.verdict import Flag
+from tritonclip.monitor.stats import Flag
 from tritonclip.rules import ClipState, LossOutlier, Outlier
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive

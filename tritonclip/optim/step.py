@@ -32,8 +32,7 @@ from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import is_captured, without_grad
-from tritonclip.monitor.stats import Outcomes
-from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, either
+from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     ClipGroup,
     NormRequest,

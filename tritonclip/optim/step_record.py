@@ -18,8 +18,7 @@ from tritonclip.engine import verify
 from tritonclip.engine.norms import Norms
 from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
-from tritonclip.monitor.stats import Outcomes
-from tritonclip.monitor.verdict import Flag
+from tritonclip.monitor.stats import Flag, Outcomes
 from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, Grouping, global_norm_of
 from tritonclip.optim.param_groups import key_of, label_of_member

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.monitor.verdict import Flag, either, unless
+from tritonclip.monitor.stats import Flag, either, unless
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import nearest_finite
