@@ -28,7 +28,7 @@ from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
 from bench.providers import FOREIGN, sgd_of
 from bench.workloads import WORKLOADS, named
-from tritonclip.optim.step import StepNonfinite
+from tritonclip.optim.refusals import StepNonfinite
 from tritonclip.samples import Timed
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -15,7 +15,7 @@ from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.step import StepNonfinite
+from tritonclip.optim.refusals import StepNonfinite
 from tritonclip.optim.wrapping import wrapper_of
 from tritonclip.rules import Rule, as_rule
 

@@ -8,7 +8,7 @@ from tritonclip.engine.arguments import check_marks
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.step import StepNonfinite
+from tritonclip.optim.refusals import StepNonfinite
 from tritonclip.rules import Rule, as_rule
 
 try:

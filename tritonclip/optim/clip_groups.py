@@ -482,27 +482,6 @@ def _two_norm_of(group: ClipGroup) -> Norms | None:
     return group.others.get(TWO_NORM) or group.others.get(STATISTICS[0])
 
 
-def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:
-    """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
-
-    Where the host does not decide, 0-d bool on the device of the first norm.
-    """
-    flags = []
-    for group in groups:
-        for norms in (group.norms, group.others.get(LARGEST)):
-            if norms is None:
-                continue
-            numbers = norms.numbers()
-            if numbers is None:
-                flags.append(~norms.is_finite())
-            elif not all(map(math.isfinite, numbers if isinstance(numbers, list) else (numbers,))):
-                return True
-    if not flags:
-        return False
-    device = flags[0].device
-    return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
-
-
 def _norm_of(norms: Tensor) -> Tensor:
     """The norm of all from 2-norms, in float64: none of them overflows."""
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)

@@ -40,7 +40,6 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
-from tritonclip.optim.log import StepLog
 from tritonclip.optim.outliers import OutlierTest, as_loss
 from tritonclip.optim.param_groups import (
     check_group,
@@ -49,8 +48,9 @@ from tritonclip.optim.param_groups import (
     rule_of_all,
     unclipped,
 )
+from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step import Step, StepNonfinite, policy_of
+from tritonclip.optim.step import Step, StepLog
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import (

@@ -11,9 +11,8 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import SKIPPED, Outcomes, as_tensor
-from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.step import Step, version_of
+from tritonclip.optim.step import Step, StepLog, version_of
 
 Closure = Callable[[], Any]
 # Measures the gradients of an evaluation, or raises `refusal=`, which other processes get.

@@ -1,10 +1,10 @@
-"""Why a step is refused: errors of its clip groups, and for NaN and inf."""
+"""Why a step is refused: errors of its clip groups, and policies for NaN and inf."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +19,51 @@ from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups, label_of_member
 
+StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
     "or set nonfinite to 'propagate', 'zero' or 'skip'"
 )
+
+
+class Policy(NamedTuple):
+    """What happens in a step whose gradients or norms are NaN or inf.
+
+    Attributes:
+        name: as users write it.
+        checks: every gradient is checked, also those that no rule clips.
+        zeroes: the gradients that share a rule become 0.
+        skips: the step is left out, and counted as skipped.
+        raises: RuntimeError names the gradients.
+        is_late: the error comes some steps later, where no step waits for the device.
+    """
+
+    name: str
+    checks: bool = False
+    zeroes: bool = False
+    skips: bool = False
+    raises: bool = False
+    is_late: bool = False
+
+
+_POLICIES = (
+    Policy("propagate"),
+    Policy("error", checks=True, raises=True),
+    Policy("async_error", checks=True, raises=True, is_late=True),
+    Policy("zero", zeroes=True),
+    Policy("skip", checks=True, skips=True),
+)
+
+
+def policy_of(nonfinite: object) -> Policy:
+    """The policy of a name; ValueError for an unknown one."""
+    for policy in _POLICIES:
+        if policy.name == nonfinite:
+            return policy
+    raise ValueError(
+        "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
+        f"{nonfinite!r}"
+    )
 
 
 def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""One step of an optimizer: its gradients are measured, judged, and clipped once.
+"""One step of an optimizer, measured, judged, and clipped once; and the log of all steps.
 
 All clip groups are measured before the first gradient is written, so that a step can still be
 refused. A step that fails after that is kept: the next one goes on with the gradients that it left.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf
-from typing import Literal, NamedTuple
+from math import inf, isfinite
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,71 +32,34 @@ from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import is_captured, without_grad
-from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
+from tritonclip.monitor.recorder import Recorder, saved_place
+from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
+    LARGEST,
     ClipGroup,
+    Grouping,
     NormRequest,
     global_norm_of,
     hides_nonfinite,
     measure_requests,
-    nonfinite_of,
     recorded_requests,
     requests,
 )
-from tritonclip.optim.outliers import Judgement
+from tritonclip.optim.outliers import Judgement, OutlierTest
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import (
     NONFINITE_REMEDY,
+    Policy,
     nearest_finite,
     refuse,
     refuse_nonfinite,
 )
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step_record import StepRecord
+from tritonclip.optim.step_record import ParameterNames, StepRecord
+from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
 from tritonclip.rules import Numbering, Outlier, Rule
+from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
-
-StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
-
-
-class Policy(NamedTuple):
-    """What happens in a step whose gradients or norms are NaN or inf.
-
-    Attributes:
-        name: as users write it.
-        checks: every gradient is checked, also those that no rule clips.
-        zeroes: the gradients that share a rule become 0.
-        skips: the step is left out, and counted as skipped.
-        raises: RuntimeError names the gradients.
-        is_late: the error comes some steps later, where no step waits for the device.
-    """
-
-    name: str
-    checks: bool = False
-    zeroes: bool = False
-    skips: bool = False
-    raises: bool = False
-    is_late: bool = False
-
-
-_POLICIES = (
-    Policy("propagate"),
-    Policy("error", checks=True, raises=True),
-    Policy("async_error", checks=True, raises=True, is_late=True),
-    Policy("zero", zeroes=True),
-    Policy("skip", checks=True, skips=True),
-)
-
-
-def policy_of(nonfinite: object) -> Policy:
-    """The policy of a name; ValueError for an unknown one."""
-    for policy in _POLICIES:
-        if policy.name == nonfinite:
-            return policy
-    raise ValueError(
-        "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
-        f"{nonfinite!r}"
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -316,7 +279,20 @@ class Step:
         Where the host does not decide, 0-d bool on the device of the first gradient, for which
         nothing waits.
         """
-        return nonfinite_of(self.clip_groups)
+        flags = []
+        for group in self.clip_groups:
+            for norms in (group.norms, group.others.get(LARGEST)):
+                if norms is None:
+                    continue
+                numbers = norms.numbers()
+                if numbers is None:
+                    flags.append(~norms.is_finite())
+                elif not all(map(isfinite, numbers if isinstance(numbers, list) else (numbers,))):
+                    return True
+        if not flags:
+            return False
+        device = flags[0].device
+        return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
@@ -365,12 +341,6 @@ class Step:
                 group.clip_(self.grad_scale, zero_nonfinite=False)
         self.outcomes, self.is_clipped = outcomes, True
         return outcomes
-
-    def commit(self, left_out: Flag) -> None:
-        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
-        for group in self.clip_groups:
-            if group.bound_rule is not None:
-                group.bound_rule.commit(left_out)
 
     @torch.compiler.disable
     def is_idle(self) -> bool:
@@ -481,3 +451,115 @@ def _has_nonzero(tensors: Iterable[Tensor]) -> bool:
             return True
         flags.append(x.any())
     return bool(flags) and bool(torch.stack([f.to(flags[0].device) for f in flags]).any())
+
+
+class StepLog:
+    """Counts and remembers the steps of a wrapper, taken and left out.
+
+    Attributes:
+        states: of rules, and of the test for outliers.
+        watch: looks at the number of steps skipped in a row.
+        errors: leaves steps out until the error of the first is raised.
+        recorder: takes every step; None for none.
+        names: of the parameters, for the recorder.
+    """
+
+    def __init__(self, grouping: Grouping, states: RuleStates, watch: SkipWatch) -> None:
+        self.stats, self.states, self.watch = ClipStats(grouping.device), states, watch
+        self._grouping = grouping
+        self.errors = ErrorWatch()
+        self.recorder: Recorder | None = None
+        self.names = ParameterNames()
+
+    @torch.compiler.disable
+    @without_grad
+    def add(self, step: Step) -> None:
+        """Adds a step by its verdict: the norm of an outlier is remembered, not of an overflow."""
+        verdict = step.verdict
+        self.states.steps += 1
+        found = None
+        if isinstance(verdict.error, Tensor):
+            # First: whatever raises below, the step is known to be left out.
+            found = self.errors.add(self.states.steps - 1, verdict.error, step.clip_groups)
+        if step.follows:
+            for group in step.clip_groups:
+                if group.bound_rule is not None:
+                    group.bound_rule.commit(verdict.left_out)
+        if step.outlier is not None:
+            step.outlier.commit(either(verdict.overflow, verdict.error))
+        self.stats.record_(step.outcomes, verdict, follows=step.follows)
+        if self.recorder is not None and step.record is not None:
+            loss = self.states.outliers.loss
+            step.record.add_to(self.recorder, step.outcomes, verdict.left_out, loss)
+        if verdict.skip is not False:
+            self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
+        if found is not None:
+            self._raise(found)
+
+    def synchronize(self) -> None:
+        """Raises the error of a step that the device has left out; waits for the device."""
+        found = self.errors.wait()
+        if found is not None:
+            self._raise(found)
+
+    def _raise(self, found: WatchedStep) -> NoReturn:
+        """Raises the error of a step, and goes on from the state before it."""
+        error = found.error(self.states.steps - found.step - 1, self._grouping.groups)
+        self.states.steps = found.step
+        self.errors.forget()
+        raise error
+
+    def n_steps(self) -> int:
+        """The steps before the first that will raise; waits for the device if any may."""
+        return self.states.steps - self.errors.n_left_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapper's own part of a checkpoint, for all rules of the program."""
+        saved: dict[str, Any] = self.stats.state_dict()
+        saved["calls"] = torch.tensor(self.n_steps(), device="cpu")
+        # Rules that no step could take are no reason not to save.
+        rules = self._grouping.rules(anew=False)
+        states = self.states.state_dict(self._grouping.groups, rules)
+        if states:
+            saved["memory"] = states
+        if self.recorder is not None:
+            saved["recorder"] = self.recorder.state_dict()
+        return saved
+
+    def loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
+        """Loads a checkpoint into new objects; this log stays as it is until `restore`.
+
+        Returns statistics, states, and the recorder's state or None. ValueError for norms that were
+        remembered for another rule, and for anything but the result of `state_dict`.
+        """
+        if not isinstance(part, dict):
+            raise ValueError(
+                "the part of the ClippedOptimizer in a saved state must be a dict, got "
+                f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
+            )
+        part = dict(part)
+        states = RuleStates(OutlierTest(self.states.outliers.skip_above))
+        grouping = self._grouping
+        n_parameters = sum(len(group["params"]) for group in grouping.groups)
+        states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
+        states.steps = saved_count("calls", part.pop("calls", 0))
+        recorded = part.pop("recorder", None)
+        if recorded is not None:
+            saved_place(recorded)
+        part.pop("has_state", None)
+        stats = ClipStats(grouping.device)
+        stats.load_state_dict(part)
+        return stats, states, recorded
+
+    def restore(
+        self, stats: ClipStats, states: RuleStates, recorded: dict[str, Any] | None
+    ) -> None:
+        """Goes on from a checkpoint that was `loaded`."""
+        # In the object that users have.
+        vars(self.stats).update(vars(stats))
+        self.states = states
+        states.resume(self._grouping.groups)
+        self.watch.forget()
+        self.errors.forget()
+        if self.recorder is not None and recorded is not None:
+            self.recorder.load_state_dict(recorded)

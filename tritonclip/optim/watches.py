@@ -19,8 +19,7 @@ from tritonclip.modes import is_captured
 from tritonclip.monitor.stats import Flag, either, unless
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.refusals import nearest_finite
-from tritonclip.optim.step import Policy
+from tritonclip.optim.refusals import Policy, nearest_finite
 from tritonclip.rules.arguments import as_count
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
