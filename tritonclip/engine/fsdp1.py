@@ -11,12 +11,7 @@ from torch import Tensor
 
 # The attribute of parameters that FullyShardedDataParallel manages.
 FSDP_MARK = "_fsdp_flattened"
-_FSDP_MARKS = repeat(FSDP_MARK)
-
-
-def may_be_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
-    """Whether FullyShardedDataParallel, its first version, manages any of the parameters."""
-    return any(map(hasattr, parameters, _FSDP_MARKS))
+FSDP_MARKS = repeat(FSDP_MARK)
 
 
 def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
@@ -31,11 +26,11 @@ def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
 
 def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
     """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
-    if "torch.distributed.fsdp" not in sys.modules or not may_be_fsdp_shards(parameters):
+    if "torch.distributed.fsdp" not in sys.modules:
         return False
     flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
     distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not (flattened and distributed.is_initialized() and distributed.get_world_size() > 1):
         return False
     buffers: dict[int, list[Tensor]] = {}
     for parameter in flattened:

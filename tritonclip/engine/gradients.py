@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.engine import checks, norms
 from tritonclip.engine.arguments import LabelOf, gradient_of, names_at
-from tritonclip.engine.fsdp1 import are_fsdp_shards, may_be_fsdp_shards
+from tritonclip.engine.fsdp1 import FSDP_MARKS, are_fsdp_shards
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.reading import copy_of, write_back_
@@ -93,9 +93,9 @@ class Gradients:
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
         may_cache = addresses is not None and not observed
-        if sources and "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources):
+        if sources and "torch.distributed.fsdp" in modules:
             # A plan of whole gradients says nothing of shards.
-            may_cache = False
+            may_cache = may_cache and not any(map(hasattr, sources, FSDP_MARKS))
         plan = None
         if may_cache:
             plan = cache.find(tensors, addresses, setting, self.sharding)  # type: ignore[arg-type]
