@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Flag
 from tritonclip.optim.clip_groups import Grouping
-from tritonclip.optim.proxy import OptimizerProxy
 from tritonclip.optim.step import Step, StepLog
+from tritonclip.optim.wrapping import OptimizerProxy
 from tritonclip.rules.arguments import as_grad_scale
 
 
