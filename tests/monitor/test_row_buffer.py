@@ -121,7 +121,7 @@ def test_rows_that_are_on_their_way_are_written_later_and_in_order(path, monkeyp
         arrivals.append(Arrival())
         return block.clone(), arrivals[-1]
 
-    monkeypatch.setattr(row_buffer, "_copy", copy_slowly)
+    monkeypatch.setattr(row_buffer, "begin_copy", copy_slowly)
     recorder = tritonclip.record(path, every=2)
     for step in range(4):
         recorder.add_(torch.tensor(float(step)))

@@ -95,12 +95,7 @@ class History:
     @property
     def runs(self) -> tuple[History, ...]:
         """The runs, in order."""
-        return tuple(
-            History(
-                {name: column[start:end] for name, column in self.columns.items()}, self.replaced
-            )
-            for start, end in self.spans
-        )
+        return tuple(self.part(start, end) for start, end in self.spans)
 
     def run(self, number: int) -> History:
         """The run of this number, from 1 on; ValueError for any other."""
@@ -111,9 +106,10 @@ class History:
             )
         return runs[number - 1]
 
-    def until(self, end: int) -> History:
-        """The first steps, this many."""
-        return History({name: one[:end] for name, one in self.columns.items()}, self.replaced)
+    def part(self, start: int, end: int) -> History:
+        """The steps from one position on, before another one."""
+        columns = {name: column[start:end] for name, column in self.columns.items()}
+        return History(columns, self.replaced)
 
     @property
     def is_limited(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tritonclip.messages import join_names, printable
 from tritonclip.monitor.history import History, NamedNorm
-from tritonclip.monitor.suggestion import Candidate, Suggestion
+from tritonclip.monitor.suggestion import Candidate, Suggestion, percent
 
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
@@ -224,7 +224,7 @@ def _draw_marks(axes: Axes, history: History) -> None:
     """Clipped and skipped steps at their norms; NaN, inf and 0 at the edges."""
     positive = history.norms.isfinite() & (history.norms > 0)
     edges = axes.get_xaxis_transform()
-    score = f"over 6 sigma, SpikeScore {_percent(history.spike_score)}"
+    score = f"over 6 sigma, SpikeScore {percent(history.spike_score)}"
     for chosen, label, color, marker, size in (
         (history.is_over_six_sigma, score, SPIKE, "D", 6.0),
         (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2),
@@ -309,7 +309,7 @@ def _draw_candidate(axes: Axes, candidate: Candidate, height: float) -> None:
     axes.axhline(candidate.max_norm, color=color, lw=1.2 if chosen else 0.7, zorder=3)
     note = "" if candidate.origin.startswith("about") else f", {candidate.origin}"
     axes.annotate(
-        f"{candidate.max_norm:g} clips {_percent(candidate.share)}{note}",
+        f"{candidate.max_norm:g} clips {percent(candidate.share)}{note}",
         xy=(1, candidate.max_norm),
         xycoords=axes.get_yaxis_transform(),
         xytext=(1.09, height),
@@ -342,10 +342,6 @@ def label_heights(heights: Sequence[float]) -> list[float]:
     return labels
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 0.995 else "100%"
-
-
 def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> None:
     """Norms by name, a line each: most steps, median, and the largest of all steps."""
     ends = []
@@ -364,7 +360,7 @@ def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> 
     names = [_shortened(named.name) for named in largest]
     for row, named in enumerate(largest):
         if named.zeros is not None:
-            names[row] += f", {_percent(named.zeros)} zeros"
+            names[row] += f", {percent(named.zeros)} zeros"
     # A dollar sign begins no formula.
     axes.set_yticks(rows, names, parse_math=False)
     axes.set_ylim(len(largest) - 0.5, -0.5)

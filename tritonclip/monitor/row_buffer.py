@@ -75,7 +75,8 @@ class RowBuffer:
         if block is None or block.device != device or block.shape[1] < n:
             self.send_()
             n_rows = max(1, min(self._capacity, _BLOCK // n))
-            shape, dtype = (n_rows, n), _wide_dtype(device)
+            # MPS has no float64.
+            shape, dtype = (n_rows, n), torch.float32 if device.type == "mps" else torch.float64
             # Never an inference tensor, which no later step could write to.
             block = outside_inference(torch.empty)(shape, dtype=dtype, device=device)
             self._block, self._stream = block, None
@@ -94,7 +95,7 @@ class RowBuffer:
             _refuse_capture(self._block.device)
             if self._block.device.type == "cuda":
                 self._stream = follow_stream(self._stream, [self._block], self._block.device)
-            values, arrival = _copy(self._block[: len(self._rows)])
+            values, arrival = begin_copy(self._block[: len(self._rows)])
             if values.device == self._block.device:
                 # The copy is the block.
                 self._block = None
@@ -120,15 +121,15 @@ class RowBuffer:
         return taken
 
 
-def _copy(block: Tensor) -> tuple[Tensor, Any]:
-    """A block on the host, and the event after which it is there, if any."""
-    if block.device.type == "cuda":
-        host = torch.empty(block.shape, dtype=block.dtype, device="cpu", pin_memory=True)
-        host.copy_(block, non_blocking=True)
+def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
+    """Values on the host, and the event after which they are there; None where they are."""
+    if values.device.type == "cuda":
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(block.device))
+        event.record(torch.cuda.current_stream(values.device))
         return host, event
-    return block.cpu(), None
+    return values.cpu(), None
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -137,8 +138,3 @@ def _refuse_capture(device: torch.device) -> None:
             "a CUDA graph is being captured, and all its replays would write to one row; expected "
             "a call outside of the capture: add the norm after graph.replay()"
         )
-
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    """float64, if the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64

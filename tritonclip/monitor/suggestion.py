@@ -249,7 +249,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     trouble = _trouble(run, warmup or 0)
     if trouble is not None:
         # A warm-up is found by later steps, which went wrong.
-        run, warmup = run.until(trouble.end), warmup or 0
+        run, warmup = run.part(0, trouble.end), warmup or 0
     usable, warmup = _usable(run, warmup)
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
@@ -282,7 +282,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     verdict, reason = _judge(norms, trend, limit)
     if below and verdict in ("clip", "drift"):
         reason += (
-            f" These {_percent(_share(norms, limit))} are many, and far above the others: look at "
+            f" These {percent(_share(norms, limit))} are many, and far above the others: look at "
             "their data."
         )
     if trouble is not None and verdict not in ("clipped before", "constant"):
@@ -547,8 +547,8 @@ def _judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
             "of the steps in these thirds."
         )
     why = (
-        f"Clip at {limit:g}, which clips {_percent(_share(norms, limit))} of {n} steps: {reach}, "
-        f"and {_percent(trend.outside)} of the steps stand out from the others."
+        f"Clip at {limit:g}, which clips {percent(_share(norms, limit))} of {n} steps: {reach}, "
+        f"and {percent(trend.outside)} of the steps stand out from the others."
     )
     if trend.outside > _MOST_SHARE >= _share(norms, limit):
         why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
@@ -626,7 +626,7 @@ def _short(number: float, digits: int = 2) -> str:
     return f"{float(f'{number:.{digits}g}'):g}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """A share in two digits."""
     return f"{_short(100 * share)}%"
 

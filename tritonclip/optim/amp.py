@@ -194,19 +194,17 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
         return False
     # torch fills momentum buffers at the first update only, but takes them for filled after a
     # first one that did not happen.
-    return not isinstance(optimizer, SGD) or not any(_lacks_momentum(optimizer, g) for g in groups)
+    return not isinstance(optimizer, SGD) or not any(
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in groups
+        if group["momentum"]
+        for p in group["params"]
+    )
 
 
 def has_momentum(optimizer: Optimizer) -> bool:
     """Whether it is SGD with momentum, which decides on the device once its state is complete."""
     return isinstance(optimizer, SGD) and any(g["momentum"] for g in optimizer.param_groups)
-
-
-def _lacks_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group["momentum"]) and any(
-        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
-        for p in group["params"]
-    )
 
 
 def step_unless(optimizer: Any, stop: Tensor) -> Any:

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
+from tritonclip.monitor.row_buffer import begin_copy
 from tritonclip.monitor.stats import Flag, either, unless
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups
@@ -34,10 +34,7 @@ def sent(number: Tensor) -> Callable[[], int]:
     if number.device.type != "cuda":
         # A count is added to later.
         return partial(int, number.clone())
-    copied = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-    copied.copy_(number, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(number.device))
+    copied, event = begin_copy(number)
 
     def read() -> int:
         event.synchronize()

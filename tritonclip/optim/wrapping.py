@@ -34,6 +34,18 @@ _HOOKS = (
 _UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward|set_closure")
 
 
+def _of_wrapped(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's."""
+
+    def read(proxy: OptimizerProxy) -> Any:
+        return getattr(proxy.optimizer, name)
+
+    def write(proxy: OptimizerProxy, value: Any) -> None:
+        setattr(proxy.optimizer, name, value)
+
+    return property(read, write, doc="The wrapped optimizer's.")
+
+
 class OptimizerProxy(Optimizer):
     """A `torch.optim.Optimizer` with the parameter groups, state and defaults of another one.
 
@@ -44,6 +56,9 @@ class OptimizerProxy(Optimizer):
     """
 
     optimizer: Optimizer
+    param_groups: list[dict[str, Any]] = _of_wrapped("param_groups")
+    state: defaultdict[Tensor, Any] = _of_wrapped("state")
+    defaults: dict[str, Any] = _of_wrapped("defaults")
     _save: Callable[[], dict[str, Any]]
     _load: Callable[[dict[str, Any]], None]
 
@@ -74,33 +89,6 @@ class OptimizerProxy(Optimizer):
                     obj=self,
                 )
             return value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does."""
