@@ -168,9 +168,8 @@ class StepCounts:
     def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
         """Counts a step: as taken, as an overflow, or else as skipped.
 
-        Args:
-            coefficients: of the rules that measured a norm: numbers, or 0-d on any device.
-            verdict: whether it was left out, and why; flags may be on any device.
+        Coefficients are those of the rules that measured a norm; they, and flags, may be on any
+        device.
         """
         left_out = verdict.left_out
         # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.

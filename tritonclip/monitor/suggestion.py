@@ -596,10 +596,7 @@ def _on_replaced(run: History) -> str:
 def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str | None]) -> str:
     """Sentences on the run of a suggestion and on the other runs; "" if there is one run.
 
-    Args:
-        number: of the run, from 1 on.
-        runs: all.
-        others: by number of a run, the suggestion for it; "" if it agrees, None for too few steps.
+    `others` are suggestions by number of a run; "" if it agrees, None for too few steps.
     """
     if len(runs) == 1:
         return ""

@@ -13,6 +13,7 @@ from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.hints import explained
+from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Verdict, either, unless
@@ -53,18 +54,15 @@ from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step, StepLog
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.optim.wrapping import (
-    PATIENCE,
-    check_optimizer,
-    guard_,
-    of_rule,
-    warn_of_no_gradient,
-)
+from tritonclip.optim.wrapping import check_optimizer, guard_, of_rule
 from tritonclip.rules import Outlier, Rule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+# Steps in a row without a gradient that are warned of.
+_PATIENCE = 3
 
 
 @explained(
@@ -580,9 +578,14 @@ class ClippedOptimizer(ScalerSide):
         """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         found = bool(self._grouping.present())
-        self._n_without_gradient = None if found or n_steps == PATIENCE else n_steps
-        if n_steps == PATIENCE and n_parameters and not found:
-            warn_of_no_gradient(n_parameters)
+        self._n_without_gradient = None if found or n_steps == _PATIENCE else n_steps
+        if n_steps == _PATIENCE and n_parameters and not found:
+            warn_user(
+                f"{n_steps} steps in a row found no gradient in any of the {n_parameters} "
+                "parameters of the ClippedOptimizer, and neither clipped nor updated anything; "
+                "expected step() after backward() and before zero_grad(), and an optimizer of the "
+                "parameters that the model has now and that require gradients"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`.

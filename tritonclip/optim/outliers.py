@@ -174,11 +174,8 @@ class OutlierTest:
                 above = c_float(above).value
             return Judgement(norm, None, norm > above, ())
         flag, test = self._test(OUTLIERS, above, norm)
-        if earlier is not None:
-            mean = earlier.loss
-        elif self.loss is None:
-            mean = None
-        else:
+        mean = None if earlier is None else earlier.loss
+        if earlier is None and self.loss is not None:
             mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
         if mean is None:
             return Judgement(norm, None, flag, (test,))
@@ -190,8 +187,8 @@ class OutlierTest:
         self, owner: str, above: Outlier, number: float | Tensor
     ) -> tuple[Flag, tuple[ClipState, Values]]:
         """Whether a number is an outlier; the state of the test, and its values after it."""
-        state = self._states.setdefault(owner, ClipState())
-        if not state.remembers(above):
+        state = self._states.get(owner)
+        if state is None or not state.remembers(above):
             state = self._states[owner] = ClipState()
         limit, values = state.advance(above, _Norm(number))
         assert not isinstance(limit, list)

@@ -198,10 +198,7 @@ class Step:
     ) -> None:
         """Raises on every process where they differ in a step that they share, or one has an error.
 
-        Args:
-            needed: all norms of the step.
-            error: of this process.
-            processes: the processes that the gradients are spread over.
+        `needed` are all norms of the step, and `error` is this process's.
         """
         meshes = meshes_of(p for group in self.param_groups for p in group["params"])
         if not meshes and processes is None:

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from tritonclip.messages import warn_user
 
-# Steps in a row without a gradient that are warned of.
-PATIENCE = 3
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -173,16 +171,6 @@ def wrapper_of(optimizer: Optimizer) -> Any:
     wrapper = None if guard is None else guard.wrapper()
     # A copy of an optimizer may have its hooks.
     return wrapper if getattr(wrapper, "optimizer", None) is optimizer else None
-
-
-def warn_of_no_gradient(n_parameters: int) -> None:
-    """Warns of the first steps of a wrapper, none of which found a gradient."""
-    warn_user(
-        f"{PATIENCE} steps in a row found no gradient in any of the {n_parameters} parameters "
-        "of the ClippedOptimizer, and neither clipped nor updated anything; expected step() after "
-        "backward() and before zero_grad(), and an optimizer of the parameters that the model has "
-        "now and that require gradients"
-    )
 
 
 def check_optimizer(optimizer: object) -> None:
