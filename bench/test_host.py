@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -28,7 +28,7 @@ from torch import Tensor
 import tritonclip
 from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, beside_torch, hand_over
-from bench.providers import sgd_of
+from bench.providers import NAMED, sgd_of
 from bench.workloads import WORKLOADS, Workload
 from helpers.absent_gpu import absent_gpu, kernel_module, launches, replaced_launch
 from tritonclip.samples import Samples, Timed, interleaved
@@ -87,10 +87,10 @@ T = TypeVar("T")
 def process(path: str) -> Iterator[ProcessPoolExecutor]:
     """A process of a path: Triton and the library read its environment when they are imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")} | PATHS[path]
-    with (
-        patch.dict(os.environ, kept, clear=True),
-        ProcessPoolExecutor(1, get_context("spawn")) as executor,
-    ):
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        with patch.dict(os.environ, kept, clear=True):
+            # Starts the process: later tests of this one must not find that environment.
+            executor.submit(os.getpid).result()
         yield executor
 
 
@@ -129,25 +129,13 @@ def test_call(benchmark: Any, process: ProcessPoolExecutor, effort: Effort, path
 @pytest.fixture(scope="module")
 def steps(effort: Effort) -> Iterator[Comparison]:
     """Steps of a wrapped SGD, one whose limit is fixed, and torch's loop; none clips."""
-    made: dict[str, Callable[[], Any]] = {}
-    with TemporaryDirectory() as folder, ExitStack() as recorders:
-        for name, (clip, options, _) in FEATURES.items():
-            parameters = Gradients(MLP, "float32", CPU).parameters
-            if "recorder" in options:
-                record = tritonclip.record(Path(folder, f"{name}.csv"), each=options["recorder"])
-                options = {"recorder": recorders.enter_context(record)}
-            own = {key: value for key, value in options.items() if key != "loss"}
-            optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **own)
-            with_loss = partial(step_with_loss, optimizer, torch.ones(()))
-            made[name] = with_loss if "loss" in options else optimizer.step
-        parameters = Gradients(MLP, "float32", CPU).parameters
-        sgd = sgd_of(parameters)
-
-        def by_torch() -> None:
-            torch.nn.utils.clip_grad_norm_(parameters, 1e9)
-            sgd.step()
-
-        made[BY_TORCH] = by_torch
+    lists = {name: Gradients(MLP, "float32", CPU) for name in (*FEATURES, BY_TORCH)}
+    with ExitStack() as files:
+        made = {
+            name: step_of(clip, options, lists[name].parameters, files)
+            for name, (clip, options, _) in FEATURES.items()
+        }
+        made[BY_TORCH] = NAMED["torch"].make(lists[BY_TORCH], "step", 1e9).call
         for step in made.values():
             # Beyond every warm-up and half of every window.
             for _ in range(150):
@@ -155,10 +143,26 @@ def steps(effort: Effort) -> Iterator[Comparison]:
         yield Comparison({name: Timed(step) for name, step in made.items()}, effort, over_fixed)
 
 
-def step_with_loss(optimizer: tritonclip.ClippedOptimizer, loss: Tensor) -> None:
-    """Takes a step whose loss is judged."""
-    optimizer.loss = loss
-    optimizer.step()
+def step_of(
+    clip: Any, options: Mapping[str, Any], parameters: list[Tensor], files: ExitStack
+) -> Callable[[], Any]:
+    """A wrapped step of SGD with a feature; a recorder writes to `files`."""
+    own = {name: option for name, option in options.items() if name != "loss"}
+    if "recorder" in options:
+        folder = files.enter_context(TemporaryDirectory())
+        record = tritonclip.record(Path(folder, "run.csv"), each=options["recorder"])
+        own["recorder"] = files.enter_context(record)
+    optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **own)
+    step: Callable[[], Any] = optimizer.step
+    if "loss" not in options:
+        return step
+    loss = torch.ones((), device=parameters[0].device)
+
+    def with_loss() -> None:
+        optimizer.loss = loss
+        optimizer.step()
+
+    return with_loss
 
 
 def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench import models
 from bench import test_training as training
+from bench.comparison import Effort
 from bench.test_features import FEATURES, difference
 from bench.workloads import WORKLOADS
 from tritonclip.samples import Timed
@@ -28,12 +30,11 @@ def test_difference_is_relative_to_the_largest_element():
 
 
 def test_a_step_has_its_time_and_that_of_its_clip():
-    torch.manual_seed(0)
-    make, draw, n_classes, n_targets = training.MODELS["LeNet-5"]
-    targets = torch.randint(n_classes, (n_targets,))
-    step = training.Step(make(), draw(), targets, torch.nn.utils.clip_grad_norm_)
-    step()
-    assert 0 < step.clips[0] < step.wholes[0]
+    made = training.steps_of("LeNet-5", 2, training.CLIPS, torch.device("cpu"))
+    training.take_turns(made, Effort(2, 0.0))
+    for step in made.values():
+        assert len(step.clips) == len(step.wholes) == 2
+        assert 0 < step.clips[0] < step.wholes[0]
 
 
 def test_a_step_clips_between_backward_and_update():
@@ -51,10 +52,11 @@ def test_a_step_clips_between_backward_and_update():
 
 
 @pytest.mark.parametrize(
-    ("model", "workload"), [("LeNet-5", "lenet5"), ("MLP 784-256-128-10", None)]
+    ("model", "workload"),
+    [("LeNet-5", "lenet5"), ("ResNet-50", "resnet50"), ("MLP 784-256-128-10", None)],
 )
 def test_models_have_the_shapes_of_their_names(model, workload):
-    shapes = [tuple(one.shape) for one in training.MODELS[model][0]().parameters()]
+    shapes = [tuple(one.shape) for one in models.MODELS[model].make().parameters()]
     if workload:
         assert shapes == list(WORKLOADS[workload].shapes)
     else:
