@@ -38,11 +38,6 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]
 @pytest.mark.parametrize("task", TASKS)
 def test_advice(benchmark: Any, outcomes: dict[str, Future[Any]], task: str, advice: str) -> None:
     """Losses at the end of training; the time is that of a training."""
-    pairs = outcomes[task].result()[advice]
-    benchmark.extra_info |= {
-        "untrained": [untrained for _, untrained in pairs],
-        "losses": [one.loss if one.loss < most else most for one, most in pairs],
-        "limits": [one.limit for one, _ in pairs],
-        "names_find": [one.names_find for one, _ in pairs],
-    }
-    hand_over(benchmark, Samples([one.seconds * 1e6 for one, _ in pairs], [], 1))
+    figures, seconds = outcomes[task].result()[advice]
+    benchmark.extra_info |= figures
+    hand_over(benchmark, Samples([one * 1e6 for one in seconds], [], 1))

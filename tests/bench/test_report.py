@@ -60,19 +60,18 @@ TIE = made("tiny_10000", "value", "clipped", 0.99)
 ROWS = [OURS, TORCH, LOSS, VALUE, TIE]
 
 
-def advised(advice, losses, limits, names_find=False) -> Any:
+def advised(advice, losses, limits) -> Any:
     """Of a task with two seeds: 10 untrained, 6 without clipping, 2 at the best limit."""
     extra = {"untrained": [10.0, 10.0], "losses": losses, "limits": limits}
     params = {"task": "a task", "advice": advice}
     name, stats = f"test_advice[a task-{advice}]", made("x", "norm", "clipped", 1.0)["stats"]
-    extra |= {"names_find": [names_find] * 2}
     return {"name": name, "params": params, "extra_info": extra, "stats": stats}
 
 
 ADVICE = [
     advised("no clipping", [6.0, 6.0], [None, None]),
     advised("best of the grid", [2.0, 5.9], [0.3, 1.0]),
-    advised("suggest", [3.5, 6.2], [None, 0.123], names_find=True),
+    advised("suggest", [3.5, 6.2], [None, 0.123]),
 ]
 
 
