@@ -45,7 +45,8 @@ PARTS = (
     *("workload", "model", "dtype", "rule", "step", "layout", "provider", "path", "call"),
     *("feature", "list", "tensors"),
 )
-FIGURES = (
+COLUMNS = (
+    *PARTS,
     *("norm_error", "truth", "norm", "distinct", "collectives", "outcome", "us", "ratio"),
     *("baseline", "over_us", "torch_us", "share", "floor_us", "us_per_tensor", "clip_us"),
     *("step_share", "extra_mb"),
@@ -56,9 +57,18 @@ HEADINGS |= {"share": "of torch", "step_share": "of the step", "extra_mb": "extr
 HEADINGS |= {"us_per_tensor": "us a tensor"}
 FORMATS = {"norm_error": ".0e", "truth": ".7g", "norm": ".7g", "step_share": ".2%"}
 FORMATS |= dict.fromkeys(("ratio", "share", "us_per_tensor"), ".2f")
+# Of ours and of torch, in tables of a GPU.
+ON_GPU = (
+    ("GPU us", "device_us", ",.1f"),
+    ("host us", "host_us", ",.0f"),
+    ("launches", "launches", ""),
+)
 # Advice is close to the best where it leaves no more than this of the gap from no clipping to it.
 # It is worse than no clipping, and there is a gap, by this share of what training gains.
 CLOSE, CLEAR = (0.25, 0.5), 0.02
+# Advice of the first table, the first of it in each table; and advice whose limit is shown.
+SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
+LIMITED = ("best of the grid", "suggest", "find")
 # Colours are those of the figure's style, with one short name for its font.
 STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
 # Text, lines and grid of a figure where the page around it is dark.
@@ -179,15 +189,12 @@ def cell(row: Row, name: str) -> str:
     return text
 
 
-def heading(name: str) -> str:
-    """Of a column."""
-    return HEADINGS.get(name, name.replace("_", " "))
-
-
-def markdown(headings: Sequence[str], texts: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = (headings, ["---"] * len(headings), *texts)
-    return "\n".join(f"| {' | '.join(text)} |" for text in lines)
+def markdown(lines: Sequence[dict[str, str]]) -> str:
+    """A table of lines, each a text by heading; without columns that are empty."""
+    columns = dict.fromkeys(name for one in lines for name in one)
+    shown = [name for name in columns if any(one.get(name) for one in lines)]
+    texts = [shown, ["---"] * len(shown), *([one.get(name, "") for name in shown] for one in lines)]
+    return "\n".join(f"| {' | '.join(text)} |" for text in texts)
 
 
 def folded(title: str, *parts: str) -> str:
@@ -197,30 +204,23 @@ def folded(title: str, *parts: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A row a case, a table for the cases with the same parts; folded where they are long."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
-        groups.setdefault(tuple(name for name in PARTS if name in row), []).append(row)
-    texts = []
-    for parts, own in groups.items():
-        names = [*parts, *(name for name in FIGURES if any(name in row for row in own))]
-        cells = [[cell(row, name) for name in names] for row in own]
-        texts.append(markdown(list(map(heading, names)), cells))
+        line = {HEADINGS.get(name, name.replace("_", " ")): cell(row, name) for name in COLUMNS}
+        groups.setdefault(tuple(name for name in PARTS if name in row), []).append(line)
+    texts = map(markdown, groups.values())
     return folded(f"All {len(rows)} cases", *texts) if len(rows) > LONG else "\n\n".join(texts)
 
 
 def pivot(
     rows: Sequence[Row], parts: Sequence[str], column: str, cell: Callable[[Row], str]
 ) -> str:
-    """A table of cases by parts, and a column; a cell has its last row."""
+    """A table of cases by parts, and a column."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        own = tuple(named(part, row[part]) for part in parts)
-        lines.setdefault(own, {})[row[column] if column in row else column.format_map(row)] = cell(
-            row
-        )
-    columns = list(dict.fromkeys(name for cells in lines.values() for name in cells))
-    texts = [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
-    return markdown([*map(heading, parts), *columns], texts)
+        own = {HEADINGS.get(part, part): named(part, row[part]) for part in parts}
+        lines.setdefault(tuple(own.values()), own)[row[column]] = cell(row)
+    return markdown(list(lines.values()))
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -290,22 +290,14 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
 
 def in_losses(rows: Sequence[Row]) -> str:
     """Medians over seeds of the losses of each task, untrained, and with each kind of advice."""
-    texts: dict[str, list[str]] = {}
-    for row in rows:
-        cells = texts.setdefault(row["task"], [row["task"], middle(row["untrained"])])
-        limits = [math.inf if limit is None else limit for limit in row["limits"]]
-        text = middle(row["losses"])
-        if row["advice"] in LIMITED:
-            limit = statistics.median(limits)
-            text += " (none)" if math.isinf(limit) else f" ({limit:.2g})"
-        cells.append(text)
-    return markdown(["task", "untrained", *unique(rows, "advice")], list(texts.values()))
 
+    def losses(row: Row) -> str:
+        limit = statistics.median(math.inf if one is None else one for one in row["limits"])
+        text = "none" if math.isinf(limit) else f"{limit:.2g}"
+        return middle(row["losses"]) + (f" ({text})" if row["advice"] in LIMITED else "")
 
-# Advice of the first table; the first of it is in each.
-SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
-# Advice whose limit a table shows.
-LIMITED = ("best of the grid", "suggest", "find")
+    medians = [{**row, "untrained": middle(row["untrained"])} for row in rows]
+    return pivot(medians, ("task", "untrained"), "advice", losses)
 
 
 def middle(values: Sequence[float]) -> str:
@@ -321,7 +313,7 @@ def in_counts(rows: Sequence[Row]) -> str:
     def loss(task: str, i: int, advice: str) -> float:
         return float(own[task, advice]["losses"][i])
 
-    texts = []
+    lines = []
     for advice in unique(rows, "advice"):
         worse, left = 0, []
         for task, i in cases:
@@ -330,10 +322,12 @@ def in_counts(rows: Sequence[Row]) -> str:
             worse += loss(task, i, advice) > none + clear
             if none - best > clear:
                 left.append((loss(task, i, advice) - best) / (none - best))
-        counts = [f"{sum(one <= most for one in left)} of {len(left)}" for most in CLOSE]
-        texts.append([advice, *counts, f"{worse} of {len(cases)}"])
-    shares = [f"within {share:g} of the gap" for share in CLOSE]
-    return markdown(["advice", *shares, "worse than no clipping"], texts)
+        line = {"advice": advice}
+        for share in CLOSE:
+            close = sum(one <= share for one in left)
+            line[f"within {share:g} of the gap"] = f"{close} of {len(left)}"
+        lines.append(line | {"worse than no clipping": f"{worse} of {len(cases)}"})
+    return markdown(lines)
 
 
 def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -348,25 +342,19 @@ def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
     lists = [WORKLOADS[one] for one in unique(rows, "workload")]
     notes = " ".join(f"{one.title}: {one.note}." for one in lists if one.note)
     of_torch = {case_of(row): row for row in rows if row["provider"] == "torch"}
-    texts = []
+    lines = []
     for row in ours:
-        times = f"{row['us']:,.1f}; {row['baseline_us']:,.1f}"
         gradients, dtype, rule, step = case_of(row)
-        texts.append([gradients, dtype, f"{rule}, {step}", ratio_cell(row), times])
-        if any("sum_share" in one for one in ours):
-            texts[-1].append(f"{row['sum_share']:.0%}" if "sum_share" in row else "")
+        line = {"gradients": gradients, "dtype": dtype, "by": f"{rule}, {step}"}
+        line["ratio to torch (quartiles)"] = ratio_cell(row)
+        line["us; torch's"] = f"{row['us']:,.1f}; {row['baseline_us']:,.1f}"
+        line["rate of torch.sum"] = f"{row['sum_share']:.0%}" if "sum_share" in row else ""
         if "device_us" in row:
             pair = row, of_torch[case_of(row)]
-            texts[-1] += [
-                "; ".join(f"{one[of]:{form}}" for one in pair)
-                for of, form in (("device_us", ",.1f"), ("host_us", ",.0f"), ("launches", ""))
-            ]
-    titles = ["gradients", "dtype", "by", "ratio to torch (quartiles)", "us; torch's"]
-    titles += ["rate of torch.sum"] * any("sum_share" in one for one in ours)
-    if "device_us" in ours[0]:
-        titles += ["GPU us; torch's", "host us; torch's", "launches; torch's"]
-    title = f"All {len(ours)} cases"
-    yield folded(title, *others, *[notes] * bool(notes), markdown(titles, texts))
+            for name, figure, form in ON_GPU:
+                line[f"{name}; torch's"] = "; ".join(f"{one[figure]:{form}}" for one in pair)
+        lines.append(line)
+    yield folded(f"All {len(ours)} cases", *others, *[notes] * bool(notes), markdown(lines))
 
 
 def case_of(row: Row) -> tuple[str, ...]:
