@@ -1,7 +1,7 @@
 """Features beside what a user would write without them, on the CPU.
 
-A feature is a function from a gradient list to the calls that are compared; FEATURES names its
-lists and providers. Results are compared with float64 first.
+A feature is a function from a gradient list to the calls that are compared, registered with the
+lists and the providers that it is measured with. Results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -27,8 +27,8 @@ from bench import timing
 from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
 from bench.providers import FOREIGN, sgd_of
-from bench.workloads import WORKLOADS, named
-from tritonclip.optim.refusals import StepNonfinite
+from bench.test_host import step_of
+from bench.workloads import STEPS, WORKLOADS, named
 from tritonclip.samples import Timed
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -38,44 +38,129 @@ class Calls(NamedTuple):
     """The calls that do the same with one gradient list, by provider; ours is "tritonclip"."""
 
     calls: Mapping[str, Callable[[], Any] | Timed]
-    # The tensors that each call returns, in float64; empty where nothing can be compared.
-    truth: Sequence[Tensor] = ()
+    truth: Sequence[Tensor] = ()  # In float64; empty where nothing can be compared.
     tolerance: float = 1e-5  # Largest difference, relative to the largest element.
+    changed: Sequence[Tensor] = ()  # The tensors that calls write; empty where they return them.
     files: ExitStack = ExitStack()  # That are written meanwhile.
 
+    def timed(self) -> dict[str, Timed]:
+        """The calls, each with its preparation."""
+        return {n: c if isinstance(c, Timed) else Timed(c) for n, c in self.calls.items()}
 
-def listed(name: str, dtype: str = "float32") -> tuple[Gradients, list[Tensor]]:
-    """Gradients of a workload, and their parameters."""
-    gradients = Gradients(WORKLOADS[name], dtype, CPU)
-    return gradients, gradients.parameters
-
-
-def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [p.grad for p in parameters if p.grad is not None]
-
-
-def stepping(step: Callable[[], object], parameters: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """The step, which returns the gradients as it left them."""
-
-    def call() -> list[Tensor]:
-        step()
-        return grads_of(parameters)
-
-    return call
+    def errors(self) -> dict[str, float]:
+        """By provider, the largest difference from the truth, relative to a largest element."""
+        found = {}
+        for name, timed in self.timed().items():
+            output = timed.prepared()()
+            found[name] = difference(self.changed or output, self.truth)
+        return found
 
 
+class Feature(NamedTuple):
+    """What is compared, with which arguments, and the providers."""
+
+    make: Callable[..., Calls]
+    cases: Sequence[tuple[str, ...]]
+    providers: Sequence[str]
+
+
+FEATURES: dict[str, Feature] = {}
+TWO, THREE = ("small_10", "mlp8"), ("small_10", "mlp8", "resnet50")
+
+
+def feature(name: str, providers: Sequence[str], *arguments: Iterable[str]) -> Callable[..., Any]:
+    """Registers a function, measured with all combinations of arguments."""
+
+    def register(make: Callable[..., Calls]) -> Callable[..., Calls]:
+        FEATURES[name] = Feature(make, list(product(*arguments)), providers)
+        return make
+
+    return register
+
+
+def listed(name: str, dtype: str = "float32") -> Gradients:
+    """Gradients of a workload."""
+    return Gradients(WORKLOADS[name], dtype, CPU)
+
+
+def clipped(gradients: Gradients, limit: float = math.inf) -> list[Tensor]:
+    """The gradients, clipped by global norm in float64."""
+    return [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
+
+
+@feature("accumulate_", ("tritonclip", "torch", "clip_ and add"), THREE, STEPS)
+def accumulate(workload: str, step: str) -> Calls:
+    """The gradient of a micro-batch, clipped, added to those before, and freed."""
+    gradients = listed(workload)
+    parameters = gradients.parameters
+    limit = gradients.limit("norm", step == "clipped")
+    grads = [grad.clone() for grad in gradients.fresh]
+    sums = [torch.zeros_like(grad) for grad in gradients.fresh]
+
+    def prepare() -> None:
+        torch._foreach_copy_(grads, gradients.fresh)
+        torch._foreach_zero_(sums)
+        for parameter, own in zip(parameters, sums, strict=True):
+            parameter.grad = own
+
+    def backward() -> None:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def ours() -> None:
+        with tritonclip.accumulate_(parameters, limit):
+            backward()
+
+    def by_hand(clip_: Callable[..., Tensor]) -> None:
+        backward()
+        clip_(parameters, limit)
+        torch._foreach_add_(sums, gradients.grads)
+        for parameter in parameters:
+            parameter.grad = None
+
+    calls: dict[str, Any] = {
+        "tritonclip": ours,
+        "torch": partial(by_hand, torch.nn.utils.clip_grad_norm_),
+        "clip_ and add": partial(by_hand, tritonclip.clip_),
+    }
+    timed = {name: Timed(call, prepare) for name, call in calls.items()}
+    return Calls(timed, clipped(gradients, limit), 1e-2, sums)
+
+
+@feature("clip_tensors_", ("tritonclip", "by hand", "as .grad"), THREE)
+def clip_tensors(workload: str) -> Calls:
+    """Tensors that are no `.grad`, clipped in place."""
+    gradients = listed(workload)
+    limit, tensors = gradients.limit("norm", True), gradients.grads
+
+    def by_hand() -> None:
+        norm = torch.nn.utils.get_total_norm(tensors)
+        torch._foreach_mul_(tensors, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def as_grad() -> None:
+        parameters = [torch.empty_like(tensor) for tensor in tensors]
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.grad = tensor
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    ours: Callable[[], Any] = partial(tritonclip.clip_tensors_, tensors, limit)
+    calls = {"tritonclip": ours, "by hand": by_hand, "as .grad": as_grad}
+    timed = {name: Timed(call, gradients.refill) for name, call in calls.items()}
+    return Calls(timed, clipped(gradients, limit), 1e-2, tensors)
+
+
+@feature("norms_by_name", ("tritonclip", "loop", "foreach"), THREE)
 def norms_by_name(workload: str) -> Calls:
     """The norm of each gradient, as numbers by name."""
-    gradients, parameters = listed(workload)
-    pairs = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    gradients = listed(workload)
+    pairs = [(str(i), parameter) for i, parameter in enumerate(gradients.parameters)]
 
     def loop() -> list[Tensor]:
         norms = {name: p.grad.norm().item() for name, p in pairs}  # type: ignore[union-attr]
         return [torch.tensor(list(norms.values()))]
 
     def foreach() -> list[Tensor]:
-        norms = torch.stack(torch._foreach_norm(grads_of(parameters))).tolist()
+        norms = torch.stack(torch._foreach_norm(gradients.grads)).tolist()
         return [torch.tensor(list(dict(zip(dict(pairs), norms, strict=True)).values()))]
 
     calls: dict[str, Callable[[], Any]] = {"loop": loop, "foreach": foreach}
@@ -83,10 +168,16 @@ def norms_by_name(workload: str) -> Calls:
     return Calls(calls, [torch.tensor(gradients.norms, dtype=torch.float64)], 1e-2)
 
 
+@feature(
+    "statistics_by_name",
+    ("tritonclip", "loop", "foreach"),
+    ("small_10", "resnet50"),
+    ("float32", "bfloat16"),
+)
 def statistics_by_name(workload: str, dtype: str) -> Calls:
     """Norm, largest magnitude and share of zeros of each gradient, as numbers by name."""
-    _, parameters = listed(workload, dtype)
-    pairs = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    gradients = listed(workload, dtype)
+    pairs = [(str(i), parameter) for i, parameter in enumerate(gradients.parameters)]
 
     def ours() -> list[Tensor]:
         found = tritonclip.statistics_by_name(pairs).values()
@@ -95,19 +186,19 @@ def statistics_by_name(workload: str, dtype: str) -> Calls:
     def loop() -> list[Tensor]:
         rows = [
             (g.norm().item(), g.abs().max().item(), 1 - g.count_nonzero().item() / g.numel())
-            for g in grads_of(parameters)
+            for g in gradients.grads
         ]
         return [torch.tensor(column) for column in zip(*rows, strict=True)]
 
     def foreach() -> list[Tensor]:
-        grads = grads_of(parameters)
+        grads = gradients.grads
         norms = torch.stack(torch._foreach_norm(grads)).tolist()
         largest = torch.stack([g.abs().max() for g in grads]).tolist()
         counts = torch.stack([g.count_nonzero() for g in grads]).tolist()
         zeros = [1 - n / g.numel() for n, g in zip(counts, grads, strict=True)]
         return [torch.tensor(column) for column in (norms, largest, zeros)]
 
-    wide = [grad.double() for grad in grads_of(parameters)]
+    wide = clipped(gradients)
     zeros = [(x == 0).double().mean() for x in wide]
     columns = [x.norm() for x in wide], [x.abs().max() for x in wide], zeros
     calls = {"tritonclip": ours, "loop": loop, "foreach": foreach}
@@ -138,6 +229,7 @@ def clip_by_svd(grads: list[Tensor], limit: float) -> list[Tensor]:
     return [(u * s.clamp(max=limit)) @ v for u, s, v in parts]
 
 
+@feature("spectral_norm", ("tritonclip", "svd"), MATRICES, ("clipped", "unclipped", "softly"))
 def spectral_norm(title: str, form: str) -> Calls:
     """Singular values over a limit brought to it (or near it, softly), and none over it."""
     grads, limit = spectra(title), 4.1 if form == "unclipped" else 1.0
@@ -148,6 +240,7 @@ def spectral_norm(title: str, form: str) -> Calls:
     return Calls({"tritonclip": ours, "svd": by_svd}, truth, 1e-3)
 
 
+@feature("spectral_step", ("tritonclip", "AdamW alone"), MATRICES, ("clipped", "unclipped"))
 def spectral_step(title: str, form: str) -> Calls:
     """A step of AdamW with singular values clipped, beside the step alone: its share."""
     grads = spectra(title)
@@ -164,44 +257,37 @@ def spectral_step(title: str, form: str) -> Calls:
     return Calls({name: Timed(step, refill) for name, step in steps.items()})
 
 
+POLICIES = {"tritonclip": "async_error", 'nonfinite="error"': "error", "no policy": "propagate"}
+
+
+@feature("error_without_wait", (*POLICIES, "torch"), TWO)
 def error_without_wait(workload: str) -> Calls:
     """A step of SGD that raises for NaN and inf; nothing is clipped."""
-    policies: dict[str, StepNonfinite] = {
-        "tritonclip": "async_error",
-        'nonfinite="error"': "error",
-        "no policy": "propagate",
-    }
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, policy in policies.items():
-        _, parameters = listed(workload)
-        optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, nonfinite=policy)
-        calls[name] = stepping(optimizer.step, parameters)
-    _, parameters = listed(workload)
-    sgd = sgd_of(parameters)
+    gradients = listed(workload)
+    parameters, sgd = gradients.parameters, sgd_of(gradients.parameters)
 
     def by_torch() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
         sgd.step()
 
-    calls["torch"] = stepping(by_torch, parameters)
-    return Calls(calls, [grad.double() for grad in grads_of(parameters)])
+    calls = {
+        name: step_of(1e9, {"nonfinite": policy}, parameters, ExitStack())
+        for name, policy in POLICIES.items()
+    }
+    calls["torch"] = by_torch
+    return Calls(calls, clipped(gradients), changed=gradients.grads)
 
 
+@feature("loss_outliers", ("tritonclip", "lists of tensors"), TWO)
 def loss_outliers(workload: str) -> Calls:
     """A step of SGD that is skipped where norm or loss is an outlier among the last 128."""
-    (_, first), (_, second) = listed(workload), listed(workload)
-    skip_above = tritonclip.Outlier()
-    optimizer = tritonclip.ClippedOptimizer(sgd_of(first), 1e9, skip_above=skip_above)
-    sgd, loss = sgd_of(second), torch.ones(())
+    gradients = listed(workload)
+    parameters, sgd, loss = gradients.parameters, sgd_of(gradients.parameters), torch.ones(())
     norms, losses = (deque([torch.ones(())] * 128, maxlen=129) for _ in range(2))
-
-    def ours() -> None:
-        optimizer.loss = loss
-        optimizer.step()
 
     def by_lists() -> None:
         # As OLMo-core does it.
-        norms.append(torch.nn.utils.clip_grad_norm_(second, 1e9))
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1e9))
         losses.append(loss)
         taken = True
         for history in (norms, losses):
@@ -210,110 +296,53 @@ def loss_outliers(workload: str) -> Calls:
         if taken:
             sgd.step()
 
-    calls = {"tritonclip": stepping(ours, first), "lists of tensors": stepping(by_lists, second)}
-    return Calls(calls, [grad.double() for grad in grads_of(second)])
+    judged = {"skip_above": tritonclip.Outlier(), "loss": True}
+    ours = step_of(1e9, judged, parameters, ExitStack())
+    calls = {"tritonclip": ours, "lists of tensors": by_lists}
+    return Calls(calls, clipped(gradients), changed=gradients.grads)
 
 
+@feature("own_quantile", ("tritonclip", "loop"), THREE)
 def own_quantile(workload: str) -> Calls:
     """Each gradient clipped to a quantile of its own last 100 norms."""
-    (_, first), (_, second) = listed(workload), listed(workload)
+    gradients = listed(workload)
     rule, state = tritonclip.ClipByOwnQuantile(), tritonclip.ClipState()
-    histories: list[deque[Tensor]] = [deque(maxlen=100) for _ in second]
+    histories: list[deque[Tensor]] = [deque(maxlen=100) for _ in gradients.grads]
 
     def loop() -> None:
-        for grad, history in zip(grads_of(second), histories, strict=True):
+        for grad, history in zip(gradients.grads, histories, strict=True):
             norm = grad.norm()
             history.append(norm)
             limit = torch.quantile(torch.stack(list(history)), 0.9)
             if norm > limit * (1 + 1e-6):
                 grad.mul_(limit / norm)
 
-    ours = partial(tritonclip.clip_, first, rule, state=state)
-    calls = {"tritonclip": stepping(ours, first), "loop": stepping(loop, second)}
-    return Calls(calls, [grad.double() for grad in grads_of(second)])
+    ours = partial(tritonclip.clip_, gradients.parameters, rule, state=state)
+    calls: dict[str, Callable[[], Any]] = {"tritonclip": ours, "loop": loop}
+    return Calls(calls, clipped(gradients), changed=gradients.grads)
 
 
-def clip_tensors(workload: str) -> Calls:
-    """Tensors that are no `.grad`, clipped in place."""
-    gradients, _ = listed(workload)
-    limit, tensors = gradients.limit("norm", True), gradients.grads
-
-    def ours() -> list[Tensor]:
-        tritonclip.clip_tensors_(tensors, limit)
-        return tensors
-
-    def by_hand() -> list[Tensor]:
-        norm = torch.nn.utils.get_total_norm(tensors)
-        torch._foreach_mul_(tensors, (limit / (norm + 1e-6)).clamp(max=1.0))
-        return tensors
-
-    def as_grad() -> list[Tensor]:
-        parameters = [torch.empty_like(tensor) for tensor in tensors]
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            parameter.grad = tensor
-        torch.nn.utils.clip_grad_norm_(parameters, limit)
-        return tensors
-
-    calls: dict[str, Any] = {"tritonclip": ours, "by hand": by_hand, "as .grad": as_grad}
-    truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
-    return Calls({n: Timed(c, gradients.refill) for n, c in calls.items()}, truth, 1e-2)
+RECORDED = ("tritonclip", "tritonclip, statistics", "tritonclip, no recorder", "loop", "foreach")
 
 
-def accumulate(workload: str, step: str) -> Calls:
-    """The gradient of a micro-batch, clipped, added to those before, and freed."""
-    gradients, parameters = listed(workload)
-    limit = gradients.limit("norm", step == "clipped")
-    grads = [grad.clone() for grad in gradients.fresh]
-    sums = [torch.zeros_like(grad) for grad in gradients.fresh]
-
-    def prepare() -> None:
-        torch._foreach_copy_(grads, gradients.fresh)
-        torch._foreach_zero_(sums)
-        for parameter, own in zip(parameters, sums, strict=True):
-            parameter.grad = own
-
-    def backward() -> None:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-
-    def ours() -> list[Tensor]:
-        with tritonclip.accumulate_(parameters, limit):
-            backward()
-        return sums
-
-    def by_hand(clip_: Callable[..., Tensor]) -> list[Tensor]:
-        backward()
-        clip_(parameters, limit)
-        torch._foreach_add_(sums, grads_of(parameters))
-        for parameter in parameters:
-            parameter.grad = None
-        return sums
-
-    calls: dict[str, Any] = {
-        "tritonclip": ours,
-        "torch": partial(by_hand, torch.nn.utils.clip_grad_norm_),
-        "clip_ and add": partial(by_hand, tritonclip.clip_),
-    }
-    truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
-    return Calls({name: Timed(call, prepare) for name, call in calls.items()}, truth, 1e-2)
-
-
+@feature("record(each=True)", RECORDED, THREE)
 def record_each(workload: str) -> Calls:
     """A step that keeps the norm of each gradient as a number, and one that keeps none.
 
     Nothing is clipped. A recorder also writes every hundredth step to its file.
     """
-    gradients, parameters = listed(workload)
+    gradients = listed(workload)
+    parameters = gradients.parameters
     sgd, kept = sgd_of(parameters), deque[list[float]](maxlen=100)
 
     def loop() -> list[Tensor]:
-        kept.append([grad.norm().item() for grad in grads_of(parameters)])
+        kept.append([grad.norm().item() for grad in gradients.grads])
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
         sgd.step()
         return [norm]
 
     def foreach() -> list[Tensor]:
-        norms = torch.stack(torch._foreach_norm(grads_of(parameters)))
+        norms = torch.stack(torch._foreach_norm(gradients.grads))
         norm = torch.linalg.vector_norm(norms)
         torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
         kept.append(norms.tolist())
@@ -338,9 +367,14 @@ def record_each(workload: str) -> Calls:
         "foreach": foreach,
     }
     truth = [torch.tensor(gradients.norm, dtype=torch.float64)]
-    return Calls(calls, truth, 1e-2, files)
+    return Calls(calls, truth, 1e-2, files=files)
 
 
+EXAMPLES = ("1 examples", "16 examples", "256 examples")
+SUMS = ("tritonclip", "einsum", "vmap", "opacus", "optax")
+
+
+@feature("clip_per_example", SUMS, ("mlp4", "mlp8", "resnet20"), EXAMPLES)
 def clip_per_example(name: str, examples: str) -> Calls:
     """The sum of the gradients of examples, a third of which are clipped by their norm."""
     shapes, n = WORKLOADS[name].shapes, int(examples.split()[0])
@@ -412,42 +446,6 @@ def _optax(gradients: list[Tensor]) -> Timed:
     return Timed(call)
 
 
-class Feature(NamedTuple):
-    """What is compared, with which arguments, and the providers."""
-
-    make: Callable[..., Calls]
-    cases: Sequence[tuple[str, ...]]
-    providers: Sequence[str]
-
-
-THREE, TWO = [("small_10",), ("mlp8",), ("resnet50",)], [("small_10",), ("mlp8",)]
-STEPS, EXAMPLES = ("unclipped", "clipped"), ("1 examples", "16 examples", "256 examples")
-BOTH = list(product(MATRICES, ("clipped", "unclipped")))
-PYTORCH = ("tritonclip", "loop", "foreach")
-RECORDED = ("tritonclip", "tritonclip, statistics", "tritonclip, no recorder", *PYTORCH[1:])
-ADDED, BY_TORCH = ("tritonclip", "torch", "clip_ and add"), ("tritonclip", "by hand", "as .grad")
-POLICIES = ("tritonclip", 'nonfinite="error"', "no policy", "torch")
-SUMS = ("tritonclip", "einsum", "vmap", "opacus", "optax")
-DTYPES = list(product(("small_10", "resnet50"), ("float32", "bfloat16")))
-FEATURES = {
-    "accumulate_": Feature(
-        accumulate, list(product(("small_10", "mlp8", "resnet50"), STEPS)), ADDED
-    ),
-    "clip_tensors_": Feature(clip_tensors, THREE, BY_TORCH),
-    "norms_by_name": Feature(norms_by_name, THREE, PYTORCH),
-    "statistics_by_name": Feature(statistics_by_name, DTYPES, PYTORCH),
-    "spectral_norm": Feature(
-        spectral_norm, list(product(MATRICES, (*STEPS[::-1], "softly"))), ("tritonclip", "svd")
-    ),
-    "spectral_step": Feature(spectral_step, BOTH, ("tritonclip", "AdamW alone")),
-    "error_without_wait": Feature(error_without_wait, TWO, POLICIES),
-    "loss_outliers": Feature(loss_outliers, TWO, ("tritonclip", "lists of tensors")),
-    "own_quantile": Feature(own_quantile, THREE, ("tritonclip", "loop")),
-    "record(each=True)": Feature(record_each, THREE, RECORDED),
-    "clip_per_example": Feature(
-        clip_per_example, list(product(("mlp4", "mlp8", "resnet20"), EXAMPLES)), SUMS
-    ),
-}
 OPTIONAL = [name for name in ("opacus", "optax") if not find_spec(name)]
 NOT_HERE = pytest.mark.skip(reason=f"not installed: {', '.join(OPTIONAL)}")
 
@@ -474,9 +472,8 @@ CASES = [
 def comparison(effort: Effort, call: str, workload: str) -> Iterator[Comparison]:
     """The calls of a feature, checked."""
     made = FEATURES[call].make(*{titled(case): case for case in FEATURES[call].cases}[workload])
-    calls = {n: c if isinstance(c, Timed) else Timed(c) for n, c in made.calls.items()}
-    off = {name: difference(timed.prepared()(), made.truth) for name, timed in calls.items()}
-    faults = {name: f"off by {by:.2g}" for name, by in off.items() if not by <= made.tolerance}
+    calls, errors = made.timed(), made.errors()
+    faults = {name: f"off by {by:.2g}" for name, by in errors.items() if not by <= made.tolerance}
 
     def figures(name: str, samples: AllSamples) -> dict[str, Any]:
         others = [one for one in samples if not one.startswith("tritonclip")]
