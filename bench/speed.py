@@ -19,7 +19,7 @@ from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import AllSamples, Comparison, Effort, ratio
 from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, Entry, Provider
 from tritonclip.backends import choose
-from tritonclip.samples import Timed
+from tritonclip.samples import Samples, Timed, paired
 
 BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
 
@@ -63,11 +63,11 @@ def compare(
         if name in clipping:
             found |= ratio(name, samples, BASELINES)
         if sums := samples.get("torch sum"):
-            found |= {"sum_us": statistics.median(sums.walls)}
-            found |= {"sum_share": ratio(name, samples, ["torch sum"])["ratio"]}
-        found |= _beside(name, entries[name], calls[name], samples)
-        on_cpu = gradients.device.type == "cpu"
-        time = statistics.median(samples[name].walls) if on_cpu else found.get("device_us")
+            found["sum_share"] = statistics.median(paired(sums.walls, samples[name].walls))
+        time: float | None = statistics.median(samples[name].walls)
+        if gradients.device.type == "cuda":
+            found |= _on_gpu(name, entries[name], calls[name], samples[name])
+            time = found.get("device_us")
         if time is not None and "bytes" in found:
             found["gb_per_s"] = found["bytes"] / (time * 1e3)
         return found | {"copy_gb_per_s": timing.copy_gb_per_s(gradients.device)}
@@ -115,20 +115,14 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     return n if looks and not clipped else 2 * n
 
 
-def _beside(name: str, entry: Entry, timed: Timed, samples: AllSamples) -> dict[str, Any]:
-    """Memory, and on a GPU launches and time; no device time on another stream than torch's."""
-    device, found = entry.gradients.device, dict[str, Any]()
+def _on_gpu(name: str, entry: Entry, timed: Timed, samples: Samples) -> dict[str, Any]:
+    """Launches and times; none on another stream than torch's."""
     if name in FOREIGN:
-        return found
-    # A profiler takes 0.1 s to start: torch's default stands for its variants.
-    if not name.endswith("foreach"):
-        entry.refill()
-        found["extra_mb"] = timing.extra_bytes(entry.call, device) / 2**20
-    if device.type == "cuda":
-        entry.refill()
-        found["launches"] = timing.launches(entry.call, device)
-        host = found["host_us"] = statistics.median(samples[name].hosts)
-        found["device_us"] = statistics.median(timing.device_us(timed, device, host))
-        replay = Timed(timing.captured(timed).replay, timed.prepare)
-        found["graph_us"] = statistics.median(timing.device_us(replay, device, host))
+        return {}
+    device, host = entry.gradients.device, statistics.median(samples.hosts)
+    entry.refill()
+    found = {"launches": timing.launches(entry.call, device), "host_us": host}
+    replay = Timed(timing.captured(timed).replay, timed.prepare)
+    for figure, one in (("device_us", timed), ("graph_us", replay)):
+        found[figure] = statistics.median(timing.device_us(one, device, host))
     return found

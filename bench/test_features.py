@@ -480,7 +480,7 @@ def comparison(effort: Effort, call: str, workload: str) -> Iterator[Comparison]
         found = ratio(name, samples, others) if name == "tritonclip" else {}
         if name not in FOREIGN:
             # Their memory is unknown to PyTorch.
-            found["extra_mb"] = timing.extra_bytes(calls[name].prepared(), CPU) / 2**20
+            found["extra_mb"] = timing.extra_bytes(calls[name].prepared()) / 2**20
         return found
 
     with made.files:

@@ -107,15 +107,8 @@ def launches(call: Callable[[], Any], device: torch.device) -> int:
     return len([e for e in events if e.device_type.name == "CUDA"])
 
 
-def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a call held at one time, beside those held before."""
-    if device.type == "cuda":
-        synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+def extra_bytes(call: Callable[[], Any]) -> int:
+    """The most bytes on the CPU that a call held at one time, beside those held before."""
     with profile(profile_memory=True) as profiled:
         call()
     events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
