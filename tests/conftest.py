@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -108,6 +112,19 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@cache
+def _asks_for_a_backend(path: Path) -> bool:
+    """Whether a function of a file takes the backend, or what only a backend has."""
+    return bool(re.search(r"\bdef \w+\([^)]*\b(backend|device|verbs)\b", path.read_text()))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under the interpreter, spare the import of files of which no test is kept."""
+    name = collection_path.name
+    is_test = name.startswith("test_") and name.endswith(".py")
+    return True if INTERPRETED and is_test and not _asks_for_a_backend(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under the interpreter, keep only what goes through the kernels; thin products of cases.
@@ -115,6 +132,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Groups that one worker runs come first: the last one would keep the others waiting.
     """
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    lost = {item.path for item in items if "backend" in getattr(item, "fixturenames", ())}
+    lost = set(itertools.filterfalse(_asks_for_a_backend, lost))
+    if lost:
+        raise pytest.UsageError(f"no function takes the backend that its tests need: {lost}")
     if INTERPRETED:
         sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
