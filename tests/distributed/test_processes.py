@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from helpers import processes
 from helpers.processes import Worlds, in_processes
 
 
 @pytest.fixture
-def own_worlds() -> Iterator[Worlds]:
+def own_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worlds]:
+    # None of the processes that are left comes to an end.
+    monkeypatch.setattr(processes, "GRACE", 0.5)
     worlds = Worlds()
     yield worlds
     worlds.end()
@@ -57,5 +60,5 @@ def test_in_processes_makes_a_group() -> None:
 def test_in_processes_fails_and_ends_all(own_worlds: Worlds, body: Any, message: str) -> None:
     before = set(active_children())
     with pytest.raises(pytest.fail.Exception, match=message):
-        own_worlds.run(2, body, {}, seconds=4.0)
+        own_worlds.run(2, body, {}, seconds=2.0)
     assert set(active_children()) <= before

@@ -164,7 +164,7 @@ class World:
         """Ends the processes: those that wait for a command end when their pipe does."""
         for end in self._ends:
             end.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + GRACE
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

@@ -63,8 +63,13 @@ def parameter(
         made = nn.Parameter(torch.zeros_like(grad))
         made.grad = grad
         return made
-    made = nn.Parameter(distribute_tensor(torch.zeros_like(grad), mesh, placements))
-    made.grad = distribute_tensor(grad, mesh, placements)
+    # Every process has all of it: none sends.
+    zeros, grad = (
+        distribute_tensor(one, mesh, placements, src_data_rank=None)
+        for one in (torch.zeros_like(grad), grad)
+    )
+    made = nn.Parameter(zeros)
+    made.grad = grad
     return made
 
 

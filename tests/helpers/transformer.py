@@ -59,13 +59,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers; the same weights in every process."""
+    """One layer; the same weights in every process."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embeddings = nn.Embedding(N_TOKENS, WIDTH)
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([Block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, N_TOKENS)
         self.to(dtype)

@@ -39,7 +39,8 @@ def _sections() -> dict[str, list[str]]:
         if page.stem == "distributed":
             continue
         # The tutorial is one program, which trains for fewer steps here.
-        parts = [page.read_text().replace("steps=300", "steps=120")]
+        shorter = page.read_text().replace("steps=300", "steps=120")
+        parts = [shorter.replace("steps=100", "steps=40")]
         if page.stem != "tutorial":
             parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
         for part in parts:
