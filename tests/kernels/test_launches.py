@@ -256,6 +256,7 @@ LENGTHS = st.one_of(
 )
 
 
+@pytest.mark.covering(0)
 @given(sizes=st.lists(LENGTHS, min_size=1, max_size=12))
 def test_chunk_table_covers_every_element_once(device, one_multiprocessor, sizes):
     """No such gradients exist here: sizes and addresses are all that the layout is made from."""

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers.norm_series import norms_of
-from helpers.workers import python
 from tritonclip.monitor.history import History, read
 
 # As the docstring says.
@@ -210,18 +209,6 @@ def test_limits_are_short_numbers():
 def test_a_short_run_is_remarked_on():
     assert "record some hundred" in tritonclip.suggest_max_norm(norms_of(50)).reason
     assert "record some hundred" not in tritonclip.suggest_max_norm(norms_of(200)).reason
-
-
-def test_nothing_of_the_extra_is_imported():
-    done = python(
-        "-c",
-        "import sys, tritonclip\n"
-        "before = set(sys.modules)\n"
-        "tritonclip.suggest_max_norm([1.0 + i % 7 for i in range(99)])\n"
-        "new = {name.split('.')[0] for name in set(sys.modules)}\n"
-        "assert not new & {'rich', 'matplotlib', 'click', 'scipy', 'pandas'}, new\n",
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_suggestion_names_the_attributes_that_there_are():

@@ -284,46 +284,61 @@ def test_suggest_prints_its_result_without_rich(path, capsys, monkeypatch):
     assert remedy.endswith('pip install "tritonclip[monitor]"')
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "numpy"])
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(package):
-    blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['plot', 'a.csv']"
-    done = python("-c", f"{blocked}\nfrom tritonclip.cli import main\nsys.exit(main(sys.argv[1:]))")
-    assert done.returncode == 1
-    assert f"needs {package}, which is not installed" in done.stderr
-    assert 'pip install "tritonclip[monitor]"' in done.stderr
-    assert "tritonclip suggest works without it" in done.stderr
-    assert "Traceback" not in done.stderr
+MISSING = """
+import sys
+from tritonclip.cli import main
+for package in ("matplotlib", "numpy"):
+    sys.modules[package] = None
+    print(f"plot without {package}:", main(["plot", "a.csv"]), file=sys.stderr)
+    del sys.modules[package]
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["doctor"], "self-test ok"), (["-h"], "usage: python -m tritonclip")],
-    ids=["doctor", "-h"],
-)
-def test_the_doctor_and_help_need_no_extra(tmp_path, arguments, said):
+def test_a_missing_extra_is_named_with_the_command_that_installs_it():
+    done = python("-c", MISSING)
+    for package in ("matplotlib", "numpy"):
+        said, _, rest = done.stderr.partition(f"plot without {package}: 1\n")
+        assert f"needs {package}, which is not installed" in said
+        assert 'pip install "tritonclip[monitor]"' in said
+        assert "tritonclip suggest works without it" in said
+        assert "Traceback" not in said
+        done.stderr = rest
+
+
+def test_the_doctor_needs_no_extra(tmp_path):
     """And no NumPy, of which torch would warn before every answer."""
     for name in ("click", "matplotlib", "numpy", "rich"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
     done = python(
-        "-m", "tritonclip", *arguments, TRITONCLIP_BACKEND="torch", PYTHONPATH=str(tmp_path)
+        "-m", "tritonclip", "doctor", TRITONCLIP_BACKEND="torch", PYTHONPATH=str(tmp_path)
     )
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert "self-test ok" in done.stdout
     assert not done.stderr
 
 
-def test_import_of_the_package_imports_no_recorder_and_no_extra():
-    done = python(
-        "-c",
-        "import sys, tritonclip\n"
-        "found = {'click', 'matplotlib', 'rich', 'tritonclip.monitor.recorder',"
-        " 'tritonclip.monitor.suggestion'} & set(sys.modules)\n"
-        "assert not found, found\n"
-        "assert callable(tritonclip.record) and callable(tritonclip.suggest_max_norm)\n"
-        "tritonclip.record, tritonclip.Recorder, tritonclip.norms_by_name\n"
-        "found = {'click', 'matplotlib', 'rich'} & set(sys.modules)\n"
-        "assert not found, found\n",
-    )
+# torch first: what torch imports by itself is not ours.
+IMPORTED = """
+import sys, torch
+before = set(sys.modules)
+import tritonclip
+
+def found(*names):
+    return {name for name in set(sys.modules) - before if name.split(".")[0] in names}
+
+extras = "accelerate", "click", "lightning", "matplotlib", "pandas", "rich", "scipy", "transformers"
+assert not found("triton", *extras), found("triton", *extras)
+own = found("tritonclip")
+assert not own & {"tritonclip.monitor.recorder", "tritonclip.monitor.suggestion"}, own
+assert not [name for name in own if "kernels" in name], own
+tritonclip.record, tritonclip.Recorder, tritonclip.norms_by_name
+tritonclip.suggest_max_norm([1.0 + i % 7 for i in range(99)])
+assert not found(*extras), found(*extras)
+"""
+
+
+def test_import_and_suggestion_import_no_recorder_no_triton_and_no_extra():
+    done = python("-c", IMPORTED)
     assert done.returncode == 0, done.stderr
 
 
