@@ -63,6 +63,7 @@ def test_clip_by_own_rules() -> None:
     torch.testing.assert_close(each, torch.tensor([0.24, 0.15]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("p", NORM_TYPES)
 @in_processes(2, 4)
 def test_clip_norm_types(p: float) -> None:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import tritonclip
 from helpers import reference
@@ -111,32 +111,6 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
     return [whole(one.detach()) for one in model.parameters()]
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "tp-fsdp"])
-@in_processes(4)
-def test_training_equals_one_process(layout: str) -> None:
-    """Nearly all steps are clipped."""
-    make, _ = LAYOUTS[layout]
-    model, part, of = make()
-    alone = Transformer()
-    optimizers = [AdamW(m.parameters(), lr=1e-2) for m in (model, alone)]
-    n_clipped = 0
-    for step in range(STEPS):
-        norms = []
-        for one, optimizer, (i, n) in zip(
-            (model, alone), optimizers, ((part, of), (0, 1)), strict=True
-        ):
-            optimizer.zero_grad()
-            _backward(one, step, i, n)
-            norms.append(tritonclip.clip_(one, 0.1))
-            optimizer.step()
-        torch.testing.assert_close(*norms, rtol=1e-7, atol=0)
-        n_clipped += int(norms[0] > 0.1)
-    assert n_clipped > STEPS / 2
-    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
-        # float64: a step's rounding, 2**-53, grows in 4 steps, by much less than 1e6.
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_processes(4)
 def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
@@ -154,7 +128,9 @@ def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
             _backward(one, step, i, n)
             wrapper.step()
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        # float64: a step's rounding, 2**-53, grows in 4 steps, by much less than 1e6.
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    assert wrappers[0].stats.clipped_steps > STEPS / 2
     assert wrappers[0].stats.summary() == pytest.approx(wrappers[1].stats.summary(), rel=1e-6)
     assert_same_everywhere(wrappers[0].stats.last_norm)
 

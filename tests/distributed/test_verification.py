@@ -44,6 +44,7 @@ def _mixed() -> list[Any]:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("p", [2.0, 0.5, 20.0, math.inf, -math.inf, 0.0])
 @in_processes(2, 4)
 def test_verify_passes_right_calls(p: float) -> None:
