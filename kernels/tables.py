@@ -3,9 +3,11 @@
 One table holds pointers, another chunks, or, for clipping by unit, pieces: runs of whole rows, or
 parts of a row that is longer than a chunk. Chunks and pieces depend on shapes alone: they are laid
 out once, without a loop over them. The pointers are compared on every call and uploaded only where
-one moved; no table is ever changed after its upload, so kernels that still run keep reading theirs.
+one moved. No table changes while a call or a graph has it, and later only by copies on the stream
+whose kernels read it: those that still run keep reading theirs.
 """
 
+import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -77,7 +79,7 @@ class UnitTable(Launches):
         n_pieces: pieces; one of no elements for a gradient without any.
         n_norms: partial norms: one a row, or one a chunk of a row.
         n_units: rows.
-        programs: that walk the pieces, one wave at most, by occupancy.
+        wave: the most programs that walk the pieces.
         row: as of `ChunkTable`.
     """
 
@@ -87,38 +89,55 @@ class UnitTable(Launches):
     n_pieces: int
     n_norms: int
     n_units: int
-    programs: dict[Occupancy, int]
+    wave: int
     row: Any = None
+
+
+class _Row:
+    """Holds memory of addresses, for a table and whoever has it."""
+
+    __slots__ = "__weakref__", "memory"
+    memory: "_Memory"
+
+
+class _Memory(weakref.ref[_Row]):
+    """Memory of addresses: spare again, for the same stream, when its row is gone.
+
+    It is never given back to PyTorch: a gradient that took it would move, and with it others, and
+    all would be uploaded again in the next step. No Python runs when a row goes, which a signal
+    could interrupt.
+    """
+
+    __slots__ = ("tensor",)
+    tensor: torch.Tensor
 
 
 class _Uploaded(NamedTuple):
     """A table on a stream.
 
     Attributes:
-        addresses: of the gradients.
+        packed: the addresses of the gradients, 8 bytes each.
         table: theirs.
         upload: event at its end, which may not have been reached; None once it was.
     """
 
-    addresses: list[int]
+    packed: bytes
     table: Any
     upload: Any
 
 
-class _Row:
-    """Memory of the addresses of a table, for other ones on the same stream once nobody has it.
+class _Stream(NamedTuple):
+    """What a stream has.
 
-    It is never given back to PyTorch: a gradient that took it would move, and with it others, and
-    all would be uploaded again in the next step.
+    Attributes:
+        addresses: of the last call.
+        tables: of the last calls, the last first.
+        spare: memory of addresses that no table has any more.
     """
 
-    __slots__ = "_spare", "memory"
-
-    def __init__(self, memory: torch.Tensor, spare: list[torch.Tensor]) -> None:
-        self.memory, self._spare = memory, spare
-
-    def __del__(self) -> None:
-        self._spare.append(self.memory)
+    addresses: list[int]
+    tables: tuple[_Uploaded, ...]
+    spare: list[_Memory]
 
 
 _Table = TypeVar("_Table", bound=Any)
@@ -129,10 +148,8 @@ class Tables(Generic[_Table]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By stream, the last first; replaced whole: threads may meet.
-        self._uploaded: dict[int, tuple[_Uploaded, ...]] = {}
-        # By stream, memory for addresses.
-        self._spare: dict[int, list[torch.Tensor]] = {}
+        # Those whose addresses changed longest ago first; each replaced whole: threads may meet.
+        self._streams: dict[int, _Stream] = {}
         self._starts: dict[Hashable, Start] = {}
 
     def table(self, addresses: list[int]) -> _Table:
@@ -148,31 +165,36 @@ class Tables(Generic[_Table]):
         if pinned_memory.taken and not capturing:
             pinned_memory.refill()
         table: _Table
-        known = self._uploaded.get(stream, ())
-        found = None
-        for one in known:
-            if one.addresses is addresses or one.addresses == addresses:
-                found = one
-                break
+        found: _Uploaded | None
+        known = self._streams.get(stream)
+        if known is not None and (known.addresses is addresses or known.addresses == addresses):
+            found, numbers = known.tables[0], None
+        else:
+            numbers = array("q", addresses)
+            found = _find(known.tables if known else (), numbers.tobytes())
         if found is not None:
             table = found.table
             # Some ROCm may not query events while any thread captures a graph.
             may_query = not capturing and torch.version.hip is None
-            if found.upload is not None and may_query and found.upload.query():
-                found = found._replace(upload=None)
-            if found is not known[0]:
-                rest = (other for other in known if other.table is not table)
-                self._uploaded[stream] = (found, *rest)
+            has_landed = found.upload is not None and may_query and found.upload.query()
+            if known is not None and (numbers is not None or has_landed):
+                last = found._replace(upload=None) if has_landed else found
+                others = tuple(one for one in known.tables if one is not found)
+                self._streams[stream] = known._replace(addresses=addresses, tables=(last, *others))
         else:
-            landed = self._landed(addresses) if capturing else None
-            table = landed or self._upload(addresses, known and known[0].table, stream, capturing)
+            assert numbers is not None
+            packed, spare = numbers.tobytes(), known.spare if known else []
+            laid_out = known.tables[0].table if known else None
+            landed = self._landed(packed) if capturing else None
+            table = landed or self._upload(numbers, laid_out, None if capturing else spare)
             if not capturing:
-                last = _Uploaded(addresses, table, _recorded(self._device))
-                self._uploaded[stream] = (last, *known[: KEPT - 1])
-                while len(self._uploaded) > STREAMS:
-                    oldest = next(iter(self._uploaded))
-                    self._uploaded.pop(oldest, None)
-                    self._spare.pop(oldest, None)
+                last = _Uploaded(packed, table, _recorded(self._device))
+                tables = (last, *(known.tables if known else ())[: KEPT - 1])
+                # At the end of the order.
+                self._streams.pop(stream, None)
+                self._streams[stream] = _Stream(addresses, tables, spare)
+                for oldest in list(self._streams)[:-STREAMS]:
+                    self._streams.pop(oldest, None)
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
@@ -182,22 +204,23 @@ class Tables(Generic[_Table]):
                 pinned_memory.keep([table.row])
         return table
 
-    def _landed(self, addresses: list[int]) -> Any:
+    def _landed(self, packed: bytes) -> Any:
         """A table for these addresses that is there for every stream; or None."""
-        for of_stream in list(self._uploaded.values()):
-            for known in of_stream:
-                if known.upload is None and known.addresses == addresses:
-                    return known.table
-        return None
+        tables = [known for stream in list(self._streams.values()) for known in stream.tables]
+        found = _find([known for known in tables if known.upload is None], packed)
+        return found and found.table
 
-    def _upload(self, addresses: list[int], known: Any, stream: int, capturing: bool) -> Any:
-        """Makes all tables, or only that of pointers where those of other gradients are known."""
-        if not known:
-            return replace(self._lay_out(addresses, capturing), starts=self._starts)
-        # A graph has memory of its own.
-        row = None if capturing else self._row(stream, len(addresses))
-        into = None if row is None else row.memory
-        pointers = upload(on_cpu(addresses), self._device, capturing, into)
+    def _upload(self, numbers: "array[int]", known: Any, spare: list[_Memory] | None) -> Any:
+        """Makes all tables, or only that of pointers where those of other gradients are known.
+
+        `spare` is None in a capture: a graph has memory of its own.
+        """
+        capturing = spare is None
+        if known is None:
+            return replace(self._lay_out(numbers, capturing), starts=self._starts)
+        row = None if spare is None else self._row(spare, len(numbers))
+        into = None if row is None else row.memory.tensor
+        pointers = upload(on_cpu(numbers), self._device, capturing, into)
         return replace(
             known,
             arguments=(pointers, *known.arguments[1:]),
@@ -205,20 +228,21 @@ class Tables(Generic[_Table]):
             row=row,
         )
 
-    def _row(self, stream: int, n: int) -> _Row:
-        """Memory for n addresses that nothing reads but what is queued on the stream."""
-        spare = self._spare.setdefault(stream, [])
+    def _row(self, spare: list[_Memory], n: int) -> _Row:
+        """Memory for n addresses, of which only what is queued on its stream may read others."""
         try:
-            memory = spare.pop()
+            tensor = spare.pop().tensor
         except IndexError:
             # Never inference tensors, which a later call could not write to.
             with torch.inference_mode(False):
                 rows = torch.empty(KEPT + 1, n, dtype=torch.int64, device=self._device)
-            memory, *others = rows.unbind()
-            spare += others
-        return _Row(memory, spare)
+            tensor, *others = rows.unbind()
+            for other in others:
+                # Spare at once, as nobody has it.
+                _held(other, spare)
+        return _held(tensor, spare)
 
-    def _lay_out(self, addresses: list[int], capturing: bool) -> _Table:
+    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> _Table:
         """Makes all tables."""
         raise NotImplementedError
 
@@ -236,7 +260,7 @@ class ChunkTables(Tables[ChunkTable]):
         super().__init__(device)
         self._dtype, self._sizes = dtype, sizes
 
-    def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
+    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> ChunkTable:
         return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
 
 
@@ -263,7 +287,7 @@ class UnitTables(Tables[UnitTable]):
         self._dtype, self._weight_dtype = dtype, weight_dtype
         self._counts, self._lengths = counts, lengths
 
-    def _lay_out(self, addresses: list[int], capturing: bool) -> UnitTable:
+    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> UnitTable:
         """Makes all tables, in one upload."""
         n = len(self._counts)
         counts, lengths = on_cpu(self._counts), on_cpu(self._lengths)
@@ -294,8 +318,21 @@ class UnitTables(Tables[UnitTable]):
             n_units=sum(self._counts),
             arguments=(parts := (tables[: 2 * n], tables[2 * n : 6 * n], tables[6 * n :])),
             addresses=tuple(map(torch.Tensor.data_ptr, parts)),
-            programs={OCCUPANCY_2X128: min(n_pieces, wave(self._device, OCCUPANCY_2X128))},
+            wave=wave(self._device, OCCUPANCY_2X128),
         )
+
+
+def _find(tables: Sequence[_Uploaded], packed: bytes) -> _Uploaded | None:
+    """The table of these addresses, if it is one of these."""
+    return next((known for known in tables if known.packed == packed), None)
+
+
+def _held(tensor: torch.Tensor, spare: list[_Memory]) -> _Row:
+    """Holds memory, which is spare when nobody has the result any more."""
+    row = _Row()
+    row.memory = _Memory(row, spare.append)
+    row.memory.tensor = tensor
+    return row
 
 
 class PinnedMemory:

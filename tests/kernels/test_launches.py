@@ -351,17 +351,58 @@ def test_addresses_go_to_memory_that_was_theirs_before(tables):
     assert len(seen) <= 2 + kernel_module("tables").KEPT
 
 
-def test_addresses_that_a_graph_reads_stay_where_they_are(tables, monkeypatch):
-    module = kernel_module("tables")
-    monkeypatch.setattr(module, "pinned_memory", module.PinnedMemory())
+def test_addresses_that_a_graph_reads_stay_where_they_are(tables, current):
     tables.table(ADDRESSES)
     tables.table([64, 256])
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_current_stream", lambda device: (0, True))
-        addresses = tables.table([64, 256]).arguments[0]
+    current["capturing"] = True
+    addresses = tables.table([64, 256]).arguments[0]
+    current["capturing"] = False
     for address in range(320, 320 + 64 * 50, 64):
         tables.table([64, address])
     assert addresses.tolist() == [64, 256]
+
+
+def test_addresses_that_a_graph_uploads_have_memory_of_their_own(tables, current):
+    """That of a graph's pool may serve no eager call, nor the other way round."""
+    tables.table(ADDRESSES)
+    tables.table([64, 256])
+    (spare,) = (one.spare for one in tables._streams.values())
+    before = [*spare]
+    current["capturing"] = True
+    assert tables.table([64, 320]).row is None
+    assert spare == before
+
+
+def test_streams_write_no_addresses_of_one_another(tables, stream):
+    """What one of them has queued reads its own, however far the others are."""
+    held: dict[int, set[int]] = {0: set(), 7: set()}
+    for address in range(256, 256 + 64 * 50, 64):
+        for stream[0], own in held.items():
+            own.add(tables.table([64, address]).addresses[0])
+    assert not held[0] & held[7]
+
+
+def test_memory_of_forgotten_streams_is_forgotten(tables, stream):
+    for stream[0] in range(3 * kernel_module("tables").STREAMS):
+        for address in (256, 320):
+            tables.table([64, address])
+    assert len(tables._streams) == kernel_module("tables").STREAMS
+
+
+def test_a_stream_whose_gradients_move_is_not_forgotten(tables, stream):
+    first = tables.table(ADDRESSES)
+    for other in range(1, 30):
+        stream[0] = other
+        tables.table(ADDRESSES)
+        stream[0] = 0
+        assert tables.table([64, 64 * (6 + other)]).arguments[1] is first.arguments[1]
+
+
+def test_addresses_of_inference_mode_are_written_outside_of_it(tables):
+    tables.table(ADDRESSES)
+    for address in range(256, 256 + 64 * 30, 64):
+        with torch.inference_mode(address < 1000):
+            assert tables.table([64, address]).arguments[0].tolist() == [64, address]
 
 
 def test_tables_of_a_stream_are_not_found_on_another(tables, stream):
@@ -379,7 +420,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
     first = tables.table(ADDRESSES)
     for stream[0] in range(1, kept + 1):
         tables.table(ADDRESSES)
-    assert len(tables._uploaded) == kept
+    assert len(tables._streams) == kept
     stream[0] = 0
     assert tables.table(ADDRESSES) is not first
 
@@ -508,7 +549,7 @@ def test_tables_outlive_the_graphs_that_read_them(tables, uploads, current):
         kept.append(tables.table(addresses))
     arguments = [weakref.ref(one) for table in kept for one in table.arguments]
     kept.clear()
-    tables._uploaded.clear()
+    tables._streams.clear()
     gc.collect()
     assert all(one() is not None for one in arguments)
 

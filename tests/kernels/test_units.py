@@ -18,6 +18,7 @@ from tritonclip import ClipByUnitNorm, FlatGradients
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
 BOTH = ["unit_norms_kernel", "scale_units_kernel"]
+MEDIUM, MEDIUM_ROWS = kernel_module("access").MEDIUM, kernel_module("access").MEDIUM_ROWS
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def _table(counts: list[int], lengths: list[int]) -> Any:
     st.lists(
         st.tuples(
             st.integers(1, 600),
-            st.one_of(st.integers(0, 700), st.integers(CHUNK - 2, 3 * CHUNK)),
+            st.one_of(st.integers(0, 700), st.integers(701, CHUNK), st.integers(CHUNK, 3 * CHUNK)),
         ),
         min_size=1,
         max_size=5,
@@ -128,8 +129,8 @@ def test_pieces_have_every_element_once(one_multiprocessor, forms):
     assert (table.n_norms, table.n_units) == (sum(norms), sum(counts))
     seen = []
     for tensor, first, n_rows, chunk in pieces.view(-1, 4).tolist():
-        # A tile has eight rows, of up to a quarter of a chunk.
-        assert n_rows * min(lengths[tensor], CHUNK) <= 2 * CHUNK
+        in_tile = MEDIUM_ROWS * lengths[tensor] if lengths[tensor] <= MEDIUM else 0
+        assert n_rows * min(lengths[tensor], CHUNK) <= max(CHUNK, in_tile)
         seen += [(tensor, row, chunk) for row in range(first, first + n_rows)]
     assert len(set(seen)) == len(seen)
     assert len(seen) == sum(norms)

@@ -15,7 +15,7 @@ from tritonclip.backends import native
 from tritonclip.backends.interface import Clip
 from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
-from tritonclip.kernels.tables import ChunkTable, ChunkTables
+from tritonclip.kernels.tables import KEPT, ChunkTable, ChunkTables
 
 # How a launch of `scale_kernel` is known where limit and loss scale are numbers.
 _NUMBERS = False, True, torch.float64, None, None
@@ -35,7 +35,8 @@ class TritonLayout:
     def __init__(self, tensors: list[Tensor]) -> None:
         self._sizes = list(map(Tensor.numel, tensors))
         self.dtype = torch.float32
-        self.n_bytes = 0
+        # Addresses of the tables that are kept.
+        self.n_bytes = 8 * KEPT * len(tensors)
         self._tables = ChunkTables(tensors[0].device, tensors[0].dtype, self._sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TritonBatch":

@@ -104,7 +104,7 @@ class TritonUnits:
                 table.launch(
                     key,
                     units.unit_norms_kernel,
-                    table.programs[OCCUPANCY_2X128],
+                    min(n_sides * table.n_pieces, table.wave),
                     OCCUPANCY_2X128,
                     arguments,
                     DTYPE=launch.TL_DTYPES[dtype],
@@ -177,7 +177,7 @@ class TritonUnits:
             table.launch(
                 key,
                 units.scale_units_kernel,
-                table.programs[OCCUPANCY_2X128],
+                min(table.n_pieces, table.wave),
                 OCCUPANCY_2X128,
                 arguments,
                 DTYPE=launch.TL_DTYPES[table.dtype],

@@ -20,8 +20,9 @@ from tritonclip.rules import Rule
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
 
-# Most that a gradient adds to its plan: four numbers, and the guard of its weights.
-UNIT_BYTES = 512
+# Most that a gradient adds to its plan: four numbers, the guard of its weights, and for Triton both
+# addresses in each of eight tables.
+UNIT_BYTES = 640
 
 
 def batches_of(gradients: Gradients, rule: Rule) -> list[UnitBatch]:
