@@ -116,38 +116,36 @@ class Step:
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
         """
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
-        is_usual = False
-        if len(groups) == 1 and refusal is None:
-            (group,) = groups
-            plan, rule = group.gradients.plan, group.rule
-            # Nothing refuses the only clip group, and no other norm of it is needed yet.
-            is_usual = (
-                plan is not None
-                and plan.ordinary
-                and not (rule.per_unit or rule.spectral)
-                and not (check_finite and hides_nonfinite(rule.norm_type))
-            )
-        if is_usual:
-            if not rule.fixed:
-                rule = self._bound(group)
-            if record is not None:
-                record.check(groups)
-            if check_finite or self.policy.zeroes or not rule.clamps:
-                # Raises where a rule of the user set them to anything else, at any time.
-                if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
-                    _ = rule.norm
-                scale = 1.0 if rule.clamps else self.grad_scale
-                group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
-                if group.by_name:
-                    group.keep(rule.norm, group.norms, of_rule=True)
-            if self.by_gradient:
-                group.measure_finite_()
-            if record is not None:
-                if group.by_name:
-                    measure_requests(recorded_requests(group), self.grad_scale)
-                record.measure(groups, self.grad_scale)
+        plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
+        # Else nothing refuses the only clip group, and no other norm of it is needed yet.
+        if (
+            plan is None
+            or not plan.ordinary
+            or (rule := groups[0].rule).per_unit
+            or rule.spectral
+            or (check_finite and hides_nonfinite(rule.norm_type))
+        ):
+            self._measure_all(refusal, processes, raises_if_nonfinite)
             return
-        self._measure_all(refusal, processes, raises_if_nonfinite)
+        (group,) = groups
+        if not rule.fixed:
+            rule = self._bound(group)
+        if record is not None:
+            record.check(groups)
+        if check_finite or self.policy.zeroes or not rule.clamps:
+            # Raises where a rule of the user set them to anything else, at any time.
+            if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
+                _ = rule.norm
+            scale = 1.0 if rule.clamps else self.grad_scale
+            group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+            if group.by_name:
+                group.keep(rule.norm, group.norms, of_rule=True)
+        if self.by_gradient:
+            group.measure_finite_()
+        if record is not None:
+            if group.by_name:
+                measure_requests(recorded_requests(group), self.grad_scale)
+            record.measure(groups, self.grad_scale)
 
     def _measure_all(
         self,
