@@ -133,6 +133,11 @@ class History:
         return clipped & self.norms.isfinite() & ~self.is_skipped
 
     @property
+    def is_positive(self) -> Tensor:
+        """Steps whose norm is finite and over 0; 1-d bool."""
+        return self.norms.isfinite() & (self.norms > 0)
+
+    @property
     def is_skipped(self) -> Tensor:
         """Steps that were skipped; 1-d bool."""
         return self.skipped == 1
@@ -144,9 +149,9 @@ class History:
         The norm is above the mean plus 6 standard deviations of the 128 norms before it in its run.
         Norms that are NaN, inf or 0 are left out.
         """
-        counted = torch.zeros_like(self.norms, dtype=torch.bool)
+        positive, counted = self.is_positive, torch.zeros_like(self.norms, dtype=torch.bool)
         for start, end in self.spans:
-            (at,) = torch.where(self.norms[start:end].isfinite() & (self.norms[start:end] > 0))
+            (at,) = torch.where(positive[start:end])
             over = _over_six_sigma(self.norms[start:end][at])
             counted[start + at[_SPIKE_WINDOW:][over]] = True
         return counted
@@ -160,7 +165,7 @@ class History:
         References:
             OLMo-core, `StabilityMonitorCallback`, whose total also counts spikes of the loss.
         """
-        usable = [int((run.norms.isfinite() & (run.norms > 0)).sum()) for run in self.runs]
+        usable = [int(run.is_positive.sum()) for run in self.runs]
         if max(usable) <= _SPIKE_WINDOW:
             return math.nan
         return int(self.is_over_six_sigma.sum()) / sum(usable)

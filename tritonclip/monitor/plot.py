@@ -80,7 +80,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
 @style.context(STYLE)
 def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     """The figure of `save`, which raises the same errors."""
-    shown = history.norms.isfinite() & (history.norms > 0)
+    shown = history.is_positive
     if not shown.any():
         raise ValueError(
             f"expected a finite norm over 0 to draw, got none in {len(history)} steps; "
@@ -155,8 +155,7 @@ def _draw_norms(axes: Axes, history: History) -> None:
     """Norms, medians of sections of each run, and the limit."""
     many = len(history) > _MANY
     for number, run in enumerate(history.runs):
-        shown = run.norms.isfinite() & (run.norms > 0)
-        steps, norms = run.steps[shown], run.norms[shown]
+        steps, norms = run.steps[run.is_positive], run.norms[run.is_positive]
         # A label that begins with _ stays out of the legend.
         again = "_" if number else ""
         axes.plot(
@@ -222,7 +221,7 @@ def _draw_begins(axes: Axes, history: History) -> None:
 
 def _draw_marks(axes: Axes, history: History) -> None:
     """Clipped and skipped steps at their norms; NaN, inf and 0 at the edges."""
-    positive = history.norms.isfinite() & (history.norms > 0)
+    positive = history.is_positive
     edges = axes.get_xaxis_transform()
     score = f"over 6 sigma, SpikeScore {percent(history.spike_score)}"
     for chosen, label, color, marker, size in (

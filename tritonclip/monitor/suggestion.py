@@ -234,7 +234,7 @@ def _as_history(history: object) -> History:
 
 def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
     """Which steps of a run count, as truth values, and the number of steps of its warm-up."""
-    usable = run.norms.isfinite() & (run.norms > 0)
+    usable = run.is_positive
     if warmup is None:
         warmup = warmup_of(run.norms, usable)
     elif isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
@@ -373,8 +373,7 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     if len(losses) >= _LEAST_LOSSES:
         stays = _on_loss(losses)
         return None if stays is None else _Trouble(early, stays, "steps of the first tenth")
-    norms = run.norms[warmup:]
-    norms = norms[norms.isfinite() & (norms > 0)]
+    norms = run.norms[warmup:][run.is_positive[warmup:]]
     if len(norms) < _ENOUGH:
         return None
     parts = norms[: len(norms) // 10], norms.tensor_split(5)[1], norms.tensor_split(3)[2]
@@ -417,7 +416,7 @@ def _limit_without_losses(run: History, reason: str) -> tuple[float, str]:
 
 def _first_third(run: History) -> Tensor:
     """The norms of the first third, warm-up included: the limit has to suit them, too."""
-    norms = run.norms[run.norms.isfinite() & (run.norms > 0)]
+    norms = run.norms[run.is_positive]
     return norms[: max(1, len(norms) // 3)]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from tritonclip.named_norms import STATISTICS
 from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
+    are_same,
     key_of,
     label_of_member,
     not_in_buffers,
@@ -241,7 +241,7 @@ class Grouping:
         """Whether the groups hold other parameters than those that were compared with `flat`."""
         groups, compared = self.groups, self._known_params
         return len(groups) != len(compared) or not all(
-            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            are_same(group["params"], params)
             for group, params in zip(groups, compared, strict=True)
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping, Sequence
 from difflib import get_close_matches
+from operator import is_
 from typing import Any
 
 from torch.optim import Optimizer
@@ -22,6 +23,11 @@ _LOOKALIKES |= {"clip_norm", "clip_value", "grad_clip", "gradient_clip", "gradie
 _LOOKALIKES |= {"global_clipnorm", "gradient_clipping", "max_grad_norm", "max_norm", "need_clip"}
 # "clp" is as close to "clip" as 0.86; "flip" as 0.75, "grad_norm" to "max_grad_norm" as 0.82.
 _CLOSE = 0.85
+
+
+def are_same(items: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two sequences have the same objects in the same order."""
+    return len(items) == len(others) and all(map(is_, items, others))
 
 
 def options_of(optimizer: Optimizer) -> set[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from tritonclip.optim.outliers import OWNERS, OutlierTest, copy_of
-from tritonclip.optim.param_groups import Groups, key_of
+from tritonclip.optim.param_groups import Groups, are_same, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 
 
@@ -48,14 +47,19 @@ class RuleStates:
         Without `each`, parameters of groups that have not changed are not looked at.
         """
         last = self._groups
-        same = last is not None and len(last) == len(groups) and all(map(is_, last, groups))
+        same = last is not None and are_same(last, groups)
         if same and not each:
             return
         ids = [list(map(id, group["params"])) for group in groups]
         if same and ids == self._ids:
             return
         before = self._indices_before(groups)
-        self._states = _moved(self._states, before)
+        owners = {
+            key_of(place): key_of(index) for index, place in enumerate(before) if place is not None
+        }
+        owners[key_of(None)] = key_of(None)
+        # Those of groups that are gone drop out.
+        self._states = {owners[o]: state for o, state in self._states.items() if o in owners}
         self._number(groups, before)
         self._groups, self._ids = list(groups), ids
 
@@ -185,12 +189,3 @@ def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
         )
     state.begin_as(rule)
     return state
-
-
-def _moved(states: dict[str, ClipState], before: Sequence[int | None]) -> dict[str, ClipState]:
-    """States by the indices that groups have now; those of groups that are gone drop out."""
-    owners = {
-        key_of(place): key_of(index) for index, place in enumerate(before) if place is not None
-    }
-    owners[key_of(None)] = key_of(None)
-    return {owners[owner]: state for owner, state in states.items() if owner in owners}

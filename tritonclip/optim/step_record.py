@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Flag, Outcomes
 from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, Grouping, global_norm_of
-from tritonclip.optim.param_groups import key_of, label_of_member
+from tritonclip.optim.param_groups import are_same, key_of, label_of_member
 
 
 class ParameterNames:
@@ -35,7 +34,7 @@ class ParameterNames:
     def of(self, clip_groups: Sequence[ClipGroup]) -> list[list[str]] | None:
         """The names of each clip group's parameters; None where parameters share one."""
         found = [_parameters_in(group) for group in clip_groups]
-        if len(found) != len(self._known) or not all(map(_are_same, found, self._known)):
+        if len(found) != len(self._known) or not all(map(_have_not_changed, found, self._known)):
             # The user's list may change; the views of a FlatGradients do not.
             self._known = [list(params) if isinstance(params, list) else params for params in found]
             names = [
@@ -53,11 +52,9 @@ def _parameters_in(group: ClipGroup) -> Any:
     return group.gradients.tensors if sources is None else sources
 
 
-def _are_same(parameters: Any, before: Any) -> bool:
+def _have_not_changed(parameters: Any, before: Any) -> bool:
     """Whether a clip group has the parameters that it had."""
-    if not isinstance(parameters, list):
-        return parameters is before
-    return len(parameters) == len(before) and all(map(is_, parameters, before))
+    return are_same(parameters, before) if isinstance(parameters, list) else parameters is before
 
 
 # Numbers of one kind by name: norms, largest magnitudes, or shares of zeros. Those of no gradient.
