@@ -73,12 +73,12 @@ class Residual(nn.Module):
         return torch.relu(self.inner(x) + self.outer(x))
 
 
-def resnet20() -> nn.Module:
-    """ResNet-20 for CIFAR-10 (He et al. 2016), its projections without normalization."""
+def resnet20(*, normalized: bool = False) -> nn.Module:
+    """ResNet-20 for CIFAR-10 (He et al. 2016), its projections with normalization or without."""
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     stem = *convolution(3, 16, 3, 1), nn.ReLU()
     blocks = [
-        Residual((i, o, 3, 1 if i == o else 2), (o, o, 3, 1), normalized=False)
+        Residual((i, o, 3, 1 if i == o else 2), (o, o, 3, 1), normalized=normalized)
         for i, o in pairwise(widths)
     ]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))

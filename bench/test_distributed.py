@@ -41,8 +41,6 @@ SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
 # Of torch's host time on as many DTensors.
 SHARE = 0.25
 MAX_NORM = 1e-3
-
-
 _mesh = partial(init_device_mesh, "cpu")
 
 
@@ -110,14 +108,23 @@ def _accelerate(parameters, max_norm, norm_type):
     return Accelerator._clip_grad_norm_dtensor_aware(None, parameters, max_norm, norm_type)
 
 
-PROVIDERS: dict[str, Callable[[list[Any], float, float], Any]] = {
+CLIPS: dict[str, Any] = {
     "torch": torch.nn.utils.clip_grad_norm_,
     "accelerate": _accelerate,
     "tritonclip": tritonclip.clip_grad_norm_,
 }
 
 
-INSTALLED = [name for name in PROVIDERS if name != "accelerate" or find_spec(name)]
+def why_absent(layout: str, provider: str) -> str | None:
+    """Why a provider is not measured."""
+    if (layout, provider) in HANGS:
+        return "waits for ever"
+    installed = provider != "accelerate" or find_spec(provider)
+    return None if installed else f"{provider} is not installed"
+
+
+def _order(layout: str) -> float:
+    return math.inf if layout.endswith("order inf") else 2.0
 
 
 def _truth(grads: Sequence[Tensor], p: float) -> float:
@@ -130,11 +137,11 @@ def _truth(grads: Sequence[Tensor], p: float) -> float:
 
 def figures_of(name: str, provider: str) -> dict[str, Any]:
     """Of one call; the error only of a norm that every process has."""
-    parameters, order = LAYOUTS[name](), math.inf if name.endswith("order inf") else 2.0
+    parameters, order = LAYOUTS[name](), _order(name)
     truth = _truth([one.grad for one in parameters], order)
     with CommDebugMode() as seen:
         try:
-            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, order))
+            norm = float(CLIPS[provider](parameters, MAX_NORM * truth, order))
         except (RuntimeError, ValueError) as raised:
             dist.barrier()
             return {"outcome": f"raises {type(raised).__name__}"}
@@ -150,18 +157,16 @@ def figures_of(name: str, provider: str) -> dict[str, Any]:
 
 def measure(layout: str, n_samples: int) -> dict[str, Any]:
     """Figures and times of all providers of a layout, in every process of a group."""
-    providers = [one for one in INSTALLED if (layout, one) not in HANGS]
+    providers = [one for one in CLIPS if why_absent(layout, one) is None]
     found: dict[str, Any] = {one: {"figures": figures_of(layout, one)} for one in providers}
-    order = 2.0 if not layout.endswith("order inf") else math.inf
-    parameters = LAYOUTS[layout]()
+    parameters, order = LAYOUTS[layout](), _order(layout)
     ready = [one for one in providers if "raises" not in found[one]["figures"].get("outcome", "")]
     for _ in range(n_samples):
         for one in ready:
             dist.barrier()
             start = perf_counter_ns()
-            PROVIDERS[one](parameters, MAX_NORM, order)
-            times = found[one].setdefault("us", [])
-            times.append((perf_counter_ns() - start) / 1e3)
+            CLIPS[one](parameters, MAX_NORM, order)
+            found[one].setdefault("us", []).append((perf_counter_ns() - start) / 1e3)
     return found
 
 
@@ -177,22 +182,19 @@ def _serve(rank: int, folder: str, layout: str, n_samples: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(layout: str, effort: Effort, tmp_path_factory: Any) -> dict[str, Any]:
-    """What four processes measure of a layout."""
+def found(layout: str, effort: Effort, tmp_path_factory: Any) -> Any:
+    """Figures and times that four processes measure of a layout."""
     folder = tmp_path_factory.mktemp("layout")
     spawn(_serve, (str(folder), layout, effort.samples), N_PROCESSES)
-    measured: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-    return measured
+    return json.loads(Path(folder, "found.json").read_text())
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", CLIPS)
 @pytest.mark.parametrize("layout", LAYOUTS, scope="module")
 def test_layout(benchmark: Any, found: dict[str, Any], layout: str, provider: str) -> None:
     """The error and the collectives of one call, or its outcome."""
-    if (layout, provider) in HANGS:
-        pytest.skip("waits for ever")
-    if provider not in INSTALLED:
-        pytest.skip(f"{provider} is not installed")
+    if why := why_absent(layout, provider):
+        pytest.skip(why)
     figures, times = found[provider]["figures"], found[provider].get("us")
     if provider == "tritonclip":
         assert figures["norm_error"] <= OURS
@@ -225,9 +227,6 @@ def test_shards(benchmark: Any, group: DeviceMesh, effort: Effort, tensors, layo
     """Host time of a call on shards, beside torch's."""
     shape = (N_OF_FAKE_GROUP * ELEMENTS,)
     parameters = [_parameter(shape, group, [Shard(0)], seed) for seed in range(tensors)]
-    clips: dict[str, Any] = {
-        "tritonclip": tritonclip.clip_,
-        "torch": torch.nn.utils.clip_grad_norm_,
-    }
+    clips: dict[str, Any] = {"tritonclip": tritonclip.clip_, "torch": CLIPS["torch"]}
     calls = {name: Timed(partial(clip, parameters, 1e9)) for name, clip in clips.items()}
     Comparison(calls, effort, partial(share_of, tensors)).hand_over(benchmark, provider)

@@ -6,12 +6,15 @@ Where a model does not fit the memory of an ordinary machine, its note tells how
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
+
+from bench import models
 
 DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
@@ -46,30 +49,15 @@ class Workload(NamedTuple):
         return sum(math.prod(one) * dtype_of(dtype, len(one)).itemsize for one in self.shapes)
 
 
+def _shapes(make: Callable[[], nn.Module]) -> Shapes:
+    """Those of the parameters of a model, which gets no memory."""
+    with torch.device("meta"):
+        return tuple(tuple(parameter.shape) for parameter in make().parameters())
+
+
 def _dense(*widths: int) -> Shapes:
     """Weight and bias of each layer of a multilayer perceptron."""
-    return tuple(shape for i, o in itertools.pairwise(widths) for shape in ((o, i), (o,)))
-
-
-def _conv(outputs: int, inputs: int, kernel: int) -> Shapes:
-    """A convolution without bias, and its normalisation."""
-    return ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
-
-
-def _resnet(stem: Shapes, widths: Sequence[int], expansion: int, classes: int) -> Iterator[Shape]:
-    """He et al. 2015 (arXiv:1512.03385): bottlenecks where they expand, projections."""
-    yield from stem
-    channels = stem[0][0]
-    for width in widths:
-        if expansion == 1:
-            yield from _conv(width, channels, 3) + _conv(width, width, 3)
-        else:
-            yield from _conv(width, channels, 1) + _conv(width, width, 3)
-            yield from _conv(expansion * width, width, 1)
-        if expansion * width != channels:
-            yield from _conv(expansion * width, channels, 1)
-        channels = expansion * width
-    yield from _dense(channels, classes)
+    return _shapes(partial(models.dense, *widths))
 
 
 def llama3(layers: int, vocabulary: int) -> Shapes:
@@ -93,12 +81,6 @@ def moe(shrink: int) -> Shapes:
     return ((vocabulary, width), *first, *(layer * 27), (width,), (vocabulary, width))
 
 
-# LeCun et al. 1998, fully connected between its feature maps as is usual today.
-_LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
-# For CIFAR-10; and as torchvision's `resnet50`.
-_RESNET20 = tuple(_resnet(_conv(16, 3, 3), [16] * 3 + [32] * 3 + [64] * 3, 1, 10))
-_WIDTHS = [64] * 3 + [128] * 4 + [256] * 6 + [512] * 3
-_RESNET50 = tuple(_resnet(_conv(64, 3, 7), _WIDTHS, 4, 1000))
 # Dosovitskiy et al. 2020 (arXiv:2010.11929), as torchvision's `vit_b_16`, at 224.
 _VIT_STEM, _VIT_NORM = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), ((768,), (768,))
 _VIT_ATTENTION = (*_VIT_NORM, (2304, 768), (2304,), *_dense(768, 768))
@@ -114,6 +96,7 @@ _LLAMA3_MATRICES = (*_LLAMA3_ATTENTION, (14336, 4096), (14336, 4096), (4096, 143
 _LORA_R16 = tuple(pair for o, i in _LLAMA3_MATRICES for pair in ((16, i), (o, 16))) * 32
 _VECTORS = torch.randint(64, 1025, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 _ODD = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
+_RESNET20 = _shapes(partial(models.resnet20, normalized=True))
 SMALL = (1, 2, 4, 10, 30, 100, 300)
 # Shapes of biases, norms and small layers in turn: 28 elements on average.
 _TEN = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
@@ -125,10 +108,12 @@ _ALL = (
     *(Workload(f"small_{n}", f"{n} small", (_TEN * n)[:n], _SMALL_NOTE * (n == 1)) for n in SMALL),
     Workload("mlp4", "MLP, 706 elements", _dense(8, 64, 2)),
     Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10)),
-    Workload("lenet5", "LeNet-5", _LENET5),
+    # Fully connected between its feature maps, as is usual today.
+    Workload("lenet5", "LeNet-5", _shapes(models.lenet5)),
     Workload("resnet20", "ResNet-20", _RESNET20),
     Workload("resnet20_last", "ResNet-20, channels_last", _RESNET20, channels_last=True),
-    Workload("resnet50", "ResNet-50", _RESNET50),
+    # As torchvision's.
+    Workload("resnet50", "ResNet-50", _shapes(models.resnet50)),
     Workload("vit_b16", "ViT-B/16", _VIT_B16),
     Workload("gpt2_124m", "GPT-2 124M", _GPT2),
     Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12),
