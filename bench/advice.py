@@ -67,12 +67,17 @@ class Training:
 
     def __call__(self, batch: Batch, clip: Clip) -> Tensor:
         """Takes a step, and returns the loss before it."""
-        loss = self.task.loss(self.model, batch)
+        loss, score = self.loss_of(batch)
         self.optimizer.zero_grad()
         loss.backward()
         clip(self.model.parameters())
         self.optimizer.step()
-        return loss.detach()
+        return score.detach()
+
+    def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss that a step reduces, and the loss that tells how training goes."""
+        loss = self.task.loss(self.model, batch)
+        return loss, loss
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -314,15 +319,11 @@ class PoleTraining(Training):
             rewards.append(alive)
         return torch.stack(scores), torch.stack(rewards)
 
-    def __call__(self, batch: Batch, clip: Clip) -> Tensor:
-        """A step on a batch of episodes; the loss is the negative mean length."""
+    def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of policy gradients, and the negative mean length of the episodes."""
         scores, rewards = self.episodes(*batch)
         returns = rewards.flip(0).cumsum(0).flip(0)
-        self.optimizer.zero_grad()
-        (-(scores * returns).sum(0).mean()).backward()
-        clip(self.model.parameters())
-        self.optimizer.step()
-        return -rewards.sum(0).mean()
+        return -(scores * returns).sum(0).mean(), -rewards.sum(0).mean()
 
     @torch.no_grad()
     def held_out_loss(self) -> float:

@@ -57,8 +57,6 @@ class Comparison:
     # How results differ from float64, of those that are not timed.
     faults: Mapping[str, str] = field(default_factory=dict)
     device: torch.device = CPU
-    # Keywords of `interleaved`.
-    limits: Mapping[str, int] = field(default_factory=dict)
     samples: dict[str, Samples] = field(default_factory=dict)
 
     def hand_over(self, benchmark: Any, provider: str) -> None:
@@ -72,13 +70,14 @@ class Comparison:
             benchmark.extra_info |= self.figures(provider, self.samples)
         hand_over(benchmark, self.samples.get(provider))
 
-    def take_turns(self) -> None:
+    def take_turns(self) -> AllSamples:
         """Times all calls whose results are right, once."""
         ready = {name: call for name, call in self.calls.items() if name not in self.faults}
         if ready and not self.samples:
             calls = list(ready.values())
-            found = interleaved(calls, self.device, *self.effort, **self.limits)
+            found = interleaved(calls, self.device, *self.effort)
             self.samples = dict(zip(ready, found, strict=True))
+        return self.samples
 
 
 def ratio(provider: str, samples: AllSamples, baselines: Iterable[str]) -> dict[str, Any]:

@@ -71,9 +71,10 @@ def present(
     option: Any, module: Any, device: str, workload: str, dtype: str, rule: str
 ) -> tuple[list[Provider], list[str]]:
     """The providers of a case in a module of tests, and why others are left out."""
-    fitting = [one for one in module.PROVIDERS if rule in one.passes]
-    if module.PROVIDERS is IN_PLACE:
-        fitting = providers_of(option.provider, option.plan == "training", rule)
+    known = module.PROVIDERS
+    if known is IN_PLACE:
+        known = providers_of(option.provider, option.plan == "training")
+    fitting = [one for one in known if rule in one.passes]
     absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
     here = [one for one, why in zip(fitting, absent, strict=True) if why is None]
     return here, [why for why in absent if why]

@@ -168,9 +168,9 @@ def ratio_cell(row: Row) -> str:
     return f"{ratio:.2f}x{slower} ({low:.2f} to {high:.2f})"
 
 
-def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
-    """The time of a call, and a figure beside it where it has one."""
-    more = f", {form.format(row[beside])}" if beside in row else ""
+def time_cell(row: Row) -> str:
+    """The time of a call, and its ratio where it has one."""
+    more = f", {row['ratio']:.2f}x" if "ratio" in row else ""
     return f"{row['us'] / 1e3:.3g} ms{more}"
 
 
@@ -474,16 +474,9 @@ def write(root: Path, check: bool = False) -> list[Path]:
 
 def main() -> None:
     """Ends with 1 where something is stale, or nothing may be made."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.report", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where one is stale"
-    )
-    root = Path(__file__).parents[1]
-    parser.add_argument("--root", type=Path, default=root, help="the folder of README.md")
-    given = parser.parse_args()
-    if stale := write(given.root, given.check):
+    parser = argparse.ArgumentParser("python -m bench.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where stale")
+    if stale := write(Path(__file__).parents[1], parser.parse_args().check):
         names = ", ".join(map(str, stale))
         sys.exit(f"{names}: not what the rows give: run python -m bench.report")
 

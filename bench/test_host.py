@@ -110,9 +110,7 @@ def call_samples(call: str, effort: Effort) -> AllSamples:
         "torch": Timed(partial(torch.nn.utils.clip_grad_norm_, second, 1e9)),
         "floor": Timed(floor_of(second)),
     }
-    compared = Comparison(calls, effort)
-    compared.take_turns()
-    return compared.samples
+    return Comparison(calls, effort).take_turns()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -272,9 +270,7 @@ def launch_samples(effort: Effort) -> AllSamples:
                 kernel[grid](*one.arguments, *one.constants.values())
 
         calls = dict(zip(LAUNCHED, map(Timed, (by_jit, by_library, by_compiled)), strict=True))
-        compared = Comparison(calls, effort)
-        compared.take_turns()
-        return compared.samples
+        return Comparison(calls, effort).take_turns()
 
 
 @pytest.fixture(scope="module")
