@@ -33,30 +33,6 @@ Batch = tuple[Tensor, ...]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-class Task(NamedTuple):
-    """A kind of training."""
-
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]  # Of its parameters.
-    loss: Loss
-    draw: Callable[..., Batch]  # From a generator and a number of examples.
-    examples: int  # Of a batch.
-    steps: int
-    held_out: int  # Examples that no step sees.
-    noise: tuple[float, ...] = ()  # Of the batches, and not of the held-out examples.
-    judge: Loss | None = None  # The loss of held-out examples, where this is another one.
-    training: Callable[[Task], Training] | None = None  # Where a step is not that of `Training`.
-
-    def make(self) -> Training:
-        """A new training, from torch's random state."""
-        return (self.training or Training)(self)
-
-    def batches(self, seed: int) -> list[Batch]:
-        """The batches of a seed, in order."""
-        generator = torch.Generator().manual_seed(1000 + seed)
-        return [self.draw(generator, self.examples, *self.noise) for _ in range(self.steps)]
-
-
 class Training:
     """A model and its optimizer: a step function, judged on data that no step sees."""
 
@@ -83,6 +59,30 @@ class Training:
     def held_out_loss(self) -> float:
         """The loss on data that no step sees."""
         return float((self.task.judge or self.task.loss)(self.model, self.held_out))
+
+
+class Task(NamedTuple):
+    """A kind of training."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]  # Of its parameters.
+    loss: Loss
+    draw: Callable[..., Batch]  # From a generator and a number of examples.
+    examples: int  # Of a batch.
+    steps: int
+    held_out: int  # Examples that no step sees.
+    noise: tuple[float, ...] = ()  # Of the batches, and not of the held-out examples.
+    judge: Loss | None = None  # The loss of held-out examples, where this is another one.
+    training: Callable[[Task], Training] = Training
+
+    def make(self) -> Training:
+        """A new training, from torch's random state."""
+        return self.training(self)
+
+    def batches(self, seed: int) -> list[Batch]:
+        """The batches of a seed, in order."""
+        generator = torch.Generator().manual_seed(1000 + seed)
+        return [self.draw(generator, self.examples, *self.noise) for _ in range(self.steps)]
 
 
 def sgd(lr: float, momentum: float = 0.9) -> Callable[..., torch.optim.Optimizer]:
@@ -390,6 +390,11 @@ class RingTraining(Training):
         return float(distance(next(self.model.children())(noise), real))
 
 
+def game() -> nn.Module:
+    """Generator and discriminator."""
+    return nn.ModuleList([dense(2, 64, 64, 2), dense(2, 64, 64, 1)])
+
+
 def ring(generator: torch.Generator, n: int) -> Batch:
     """Points of eight clusters on a circle, and noise."""
     angle = torch.randint(8, (n,), generator=generator) * math.pi / 4
@@ -412,8 +417,10 @@ def clean_line(generator: torch.Generator, n: int) -> Batch:
     return x, x @ weights(20)
 
 
-LINE, TANH = partial(nn.Linear, 20, 1), nn.Tanh
-CLASSIFIER = partial(dense, 20, 64, 64, 5)
+LINE, CLASSIFIER = partial(nn.Linear, 20, 1), partial(dense, 20, 64, 64, 5)
+SMOOTH, POLICY = (partial(dense, *own, between=nn.Tanh) for own in ((10, 64, 64, 1), (4, 32, 2)))
+COUNTS, ADAMW = partial(nn.Linear, 10, 1), partial(torch.optim.AdamW, lr=3e-3)
+# Model, optimizer, loss, batches: examples of each, their number; held-out examples, and noise.
 TASKS = {
     "Elman network, long memory": Task(elman, sgd(0.03), classify, first_symbol, 16, 200, 512),
     # The learning rate is that of language models of its time.
@@ -425,44 +432,16 @@ TASKS = {
     # Noise without a variance.
     "regression, heavy tails": Task(LINE, sgd(0.02), regress, cauchy_like, 32, 400, 512, (1.0,)),
     "regression of counts": Task(
-        partial(nn.Linear, 10, 1), sgd(0.003), poisson_loss, counts, 32, 400, 512, (), in_logarithms
+        COUNTS, sgd(0.003), poisson_loss, counts, 32, 400, 512, judge=in_logarithms
     ),
     # Gradients grow with the error.
     "matrix factors": Task(Factors, sgd(0.7), regress, elements, 64, 400, 1024),
-    "corrupt batches": Task(
-        partial(dense, 10, 64, 64, 1, between=TANH),
-        sgd(0.05),
-        regress,
-        corrupted,
-        32,
-        400,
-        512,
-        (0.03,),
-    ),
+    "corrupt batches": Task(SMOOTH, sgd(0.05), regress, corrupted, 32, 400, 512, (0.03,)),
     "wrong labels": Task(CLASSIFIER, sgd(0.3), classify, mislabelled, 32, 400, 1024, (0.4,)),
-    "policy gradient": Task(
-        partial(dense, 4, 32, 2, between=TANH),
-        sgd(0.01),
-        classify,
-        starts,
-        8,
-        50,
-        64,
-        training=PoleTraining,
-    ),
-    "GAN": Task(
-        lambda: nn.ModuleList([dense(2, 64, 64, 2), dense(2, 64, 64, 1)]),
-        sgd(0.1, 0.5),
-        classify,
-        ring,
-        64,
-        250,
-        512,
-        training=RingTraining,
-    ),
-    "clean labels, AdamW": Task(
-        CLASSIFIER, partial(torch.optim.AdamW, lr=3e-3), classify, mislabelled, 32, 400, 1024
-    ),
+    "policy gradient": Task(POLICY, sgd(0.01), classify, starts, 8, 50, 64, training=PoleTraining),
+    "GAN": Task(game, sgd(0.1, 0.5), classify, ring, 64, 250, 512, training=RingTraining),
+    # Nothing to gain.
+    "clean labels, AdamW": Task(CLASSIFIER, ADAMW, classify, mislabelled, 32, 400, 1024),
     "clean regression": Task(LINE, sgd(0.01), regress, clean_line, 32, 400, 512),
 }
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
