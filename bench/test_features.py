@@ -349,7 +349,7 @@ def record_each(workload: str) -> Calls:
         sgd.step()
         return [norm]
 
-    def step_of(recorder: Any) -> Callable[[], list[Tensor]]:
+    def recorded(recorder: Any) -> Callable[[], list[Tensor]]:
         optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
         return lambda: [optimizer.step() or optimizer.stats.last_norm]
 
@@ -360,9 +360,9 @@ def record_each(workload: str) -> Calls:
         for name, every in (("run.csv", False), ("all.csv", True))
     )
     calls = {
-        "tritonclip": step_of(norms),
-        "tritonclip, statistics": step_of(all_of_them),
-        "tritonclip, no recorder": step_of(None),
+        "tritonclip": recorded(norms),
+        "tritonclip, statistics": recorded(all_of_them),
+        "tritonclip, no recorder": recorded(None),
         "loop": loop,
         "foreach": foreach,
     }
