@@ -11,6 +11,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import (
     CHUNK,
+    DOZENS,
     FLOATS,
     SIZES,
     assert_bits,
@@ -205,7 +206,7 @@ def test_a_count_of_elements_carries_no_loss_scale(device, rule):
 
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(1e-6), ClipByNorm(1e-6)], ids=["all", "each"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("n", [3, 40])
+@pytest.mark.parametrize("n", [3, DOZENS])
 def test_grad_scale_of_a_quotient_below_the_least_normal_number(device, rule, dtype, n):
     """Coefficient 1e-6 over 2^120 is a subnormal number of float32 with ten bits."""
     grads = [torch.full((5,), 1.1 * 2.0**120, dtype=dtype, device=device) for _ in range(n)]

@@ -9,6 +9,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import (
     CHUNK,
+    DOZENS,
     FLOATS,
     assert_bits,
     assert_norm,
@@ -121,7 +122,7 @@ def test_clip_of_dense_views_with_norms_that_are_hard_to_measure(device, value, 
             assert_bits(grads, reference.clipped(before, rule, measured))
 
 
-@pytest.mark.parametrize("n", [3, 60])
+@pytest.mark.parametrize("n", [3, DOZENS])
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_of_a_known_list_of_dense_gradients_makes_no_views(backend, rule, n, monkeypatch):
     if backend.name == "torch":

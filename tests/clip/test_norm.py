@@ -11,6 +11,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import (
     CHUNK,
+    DOZENS,
     FLOATS,
     HALVES,
     INTERPRETED,
@@ -244,7 +245,7 @@ def test_norm_of_no_elements_is_zero(device, dtypes, p):
 @pytest.mark.parametrize("policy", ["propagate", "error", "zero"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_limit_over_the_largest_float32_clips_nothing(device, limit, kind, policy, dtype):
-    grads = of_sizes((5, *[3] * 40), dtype, device)
+    grads = of_sizes((5, *[3] * DOZENS), dtype, device)
     before = copies(grads)
     norm = tritonclip.clip_(parameters(grads), kind(limit), nonfinite=policy)
     assert norm.isfinite().all()

@@ -10,6 +10,7 @@ from helpers import reference
 from helpers.cases import (
     CHUNK,
     FLOATS,
+    INTERPRETED,
     LARGE,
     MANY,
     SIZES,
@@ -28,6 +29,7 @@ from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("max_norm", "eps"),

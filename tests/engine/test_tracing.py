@@ -68,7 +68,7 @@ def step_of(call):
     return step
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @each_call
 @sizes_of_lists
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

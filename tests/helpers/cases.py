@@ -29,6 +29,8 @@ CHUNK = 16_384
 SIZES = (0, 1, 7, 2047, 2048, 2049, 4095, 4096, 4097, 8191, 8192, 8193, 16383, 16384, 16385)
 LARGE = 2 * CHUNK + 5 if INTERPRETED else 1_000_003
 MANY = 200 if INTERPRETED else 4_000
+# Each of which is a program of a kernel, and takes the interpreter milliseconds.
+DOZENS = 12 if INTERPRETED else 60
 
 
 def named(dtypes: Iterable[torch.dtype]) -> list[object]:
