@@ -43,8 +43,8 @@ from tritonclip.rules.rule import AdaptiveRule
 
 # 15 digits of float64, and sums of some hundred norms.
 RELATIVE = 1e-12
-# As many take the interpreter up to 20 s, 120 of them 5 s.
-STEPS = 120 if INTERPRETED else 400
+# As many take the interpreter up to 20 s, 80 of them 3 s.
+STEPS = 80 if INTERPRETED else 400
 SLOW = [pytest.mark.exhaustive] * INTERPRETED
 GLOBAL = [
     pytest.param(ClipByQuantile(0.9, 50), histories.quantile, (0.9, 50), id="quantile"),
