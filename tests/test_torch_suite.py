@@ -31,14 +31,21 @@ ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"], ids=str)
 FOREACH = pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)
 
 
-@pytest.fixture(autouse=True)
-def patch() -> Iterator[TorchPatch]:
-    """The names of this module are replaced; torch serves none of these calls."""
+@pytest.fixture(scope="module")
+def patched() -> Iterator[TorchPatch]:
+    """The names of this module are replaced, once: all modules are looked through for them."""
     original = clip_grad_norm_
     with tritonclip.patch_torch() as patch:
         assert clip_grad_norm_ is not original
         yield patch
     assert clip_grad_norm_ is original
+
+
+@pytest.fixture(autouse=True)
+def patch(patched: TorchPatch) -> TorchPatch:
+    """The patch, by which torch has served no call yet."""
+    patched.served_by_torch.clear()
+    return patched
 
 
 def with_gradients(*grads: Tensor | None) -> nn.Linear:

@@ -43,5 +43,6 @@ timing.COPIED["cpu"] = 2**16
 {before}
 sys.exit(pytest.main())
 """
-    short = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001", "--device=cpu")
-    return python("-c", code, *map(str, ("-pno:cacheprovider", *short, *arguments)))
+    plain = ("-pno:cacheprovider", "-pno:hypothesispytest", "--device=cpu")
+    short = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001")
+    return python("-c", code, *map(str, (*plain, *short, *arguments)))

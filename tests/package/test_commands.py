@@ -269,10 +269,10 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"tritonclip {tritonclip.__version__}\n"
 
 
-def test_a_command_that_fails_ends_the_program_with_status_1(path):
-    failed = python("-m", "tritonclip", "plot", str(path), "--out", "run.pdf")
+def test_a_command_that_fails_ends_the_program_with_status_1(tmp_path):
+    failed = python("-m", "tritonclip", "suggest", str(tmp_path / "run.csv"))
     assert failed.returncode == 1
-    assert "expected a name that ends in .png or .svg" in failed.stderr
+    assert "expected a history file, got none" in failed.stderr
 
 
 def test_suggest_prints_its_result_without_rich(path, capsys, monkeypatch):
