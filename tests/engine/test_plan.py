@@ -296,6 +296,8 @@ class Info(ctypes.Structure):
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
+# What is imported by now is not looked through again.
+gc.freeze()
 
 def taken():
     gc.collect()
