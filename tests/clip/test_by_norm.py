@@ -10,6 +10,7 @@ from helpers import reference
 from helpers.cases import (
     CHUNK,
     FLOATS,
+    INTERPRETED,
     LARGE,
     NORM_TYPES,
     SIZES,
@@ -26,6 +27,7 @@ from helpers.cases import (
 from tritonclip import ClipByNorm
 
 
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("eps", [1e-6, 0.0, 1.0], ids="eps={:g}".format)
 def test_clip_by_norm_scales_by_the_stated_formula(device, dtype, eps):

@@ -13,6 +13,7 @@ from helpers.cases import (
     CHUNK,
     DOZENS,
     FLOATS,
+    INTERPRETED,
     SIZES,
     assert_bits,
     assert_norm,
@@ -37,6 +38,7 @@ def multiplier(norm, rule, scale):
     )
 
 
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_grad_scale_divides_the_norm(device, dtype, scale):
@@ -57,6 +59,7 @@ def test_grad_scale_unscales_and_clips_by_the_stated_formula(device, dtype, scal
     assert_bits(grads, [reference.scaled(grad, by) for grad in before])
 
 
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_grad_scale_by_norm_follows_the_stated_formula(device, dtype, scale):
