@@ -102,7 +102,7 @@ def clip(ours: Arena, rule: Any, context: AbstractContextManager[Any]) -> None:
     ours.assert_clipped(rule, measured)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @INSIDE
 @ORDERS
 @pytest.mark.parametrize("dtypes", LISTS)
@@ -113,7 +113,7 @@ def test_list_is_clipped_inside_and_outside(device, rule, dtypes, order, context
         clip(ours, rule, CONTEXTS[context](device.type) if inside else ExitStack())
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @INSIDE
 @ORDERS
 @pytest.mark.parametrize("arena", ARENAS)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers.absent_gpu import kernel_module, replaced_launch
-from helpers.cases import CHUNK, of_sizes, parameters
+from helpers.cases import CHUNK, DOZENS, of_sizes, parameters
 from helpers.graphs import captured_second_gpu
 from tritonclip import (
     ClipByGlobalNorm,
@@ -81,7 +81,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("count", [1, 60])
+@pytest.mark.parametrize("count", [1, DOZENS])
 @pytest.mark.parametrize(("rule", "expected"), RULES)
 def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count):
     grads = of_sizes((index % 7 for index in range(count)), torch.float32, device)

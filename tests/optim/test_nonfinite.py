@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from helpers.cases import assert_bits, copies, grad_of, no_sync, normal
+from helpers.cases import INTERPRETED, assert_bits, copies, grad_of, no_sync, normal
 from helpers.training import (
     INNERS,
     PLAIN_AND_FUSED,
@@ -44,7 +44,7 @@ EVERY_RULE = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)
