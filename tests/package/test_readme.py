@@ -147,6 +147,15 @@ def _long_run(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _short(names: dict[str, Any]) -> Iterator[None]:
+    """Trials and measurements that are shorter than by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, length in {"find_max_norm": {"steps": 30}, "compare": {"seconds": 0.1}}.items():
+            patch.setattr(tritonclip, name, functools.partial(getattr(tritonclip, name), **length))
+        yield
+
+
+@contextlib.contextmanager
 def _tutorial(names: dict[str, Any]) -> Iterator[None]:
     """Clipping helps as the page says."""
     pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
@@ -165,6 +174,8 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "recipes-muon-and-other-matrix-optimizers": _muon,
     "compile-torchcompile-and-cuda-graphs": _compile,
     "choosing_max_norm-record-and-ask": _long_run,
+    "comparing-on-a-model": _short,
+    "finding_max_norm-finding-a-limit-by-trying": _short,
     "tutorial-tutorial-from-no-clipping-to-a-limit": _tutorial,
 }
 
