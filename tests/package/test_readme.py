@@ -150,8 +150,9 @@ def _long_run(names: dict[str, Any]) -> Iterator[None]:
 def _short(names: dict[str, Any]) -> Iterator[None]:
     """Trials and measurements that are shorter than by default."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, length in {"find_max_norm": {"steps": 30}, "compare": {"seconds": 0.1}}.items():
-            patch.setattr(tritonclip, name, functools.partial(getattr(tritonclip, name), **length))
+        for name, length, value in (("find_max_norm", "steps", 30), ("compare", "seconds", 0.1)):
+            shorter = functools.partial(getattr(tritonclip, name), **{length: value})
+            patch.setattr(tritonclip, name, shorter)
         yield
 
 
