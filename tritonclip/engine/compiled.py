@@ -135,26 +135,24 @@ def _scale(
 _LIBRARY = torch.library.Library("tritonclip", "FRAGMENT")
 
 
-def _operators(
-    name: str, schema: str, run: Callable[..., Any], simulate: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """Registers an operator, and it once more for calls by which the host reads a value.
+def _operator(name: str, schema: str, run: Callable[..., Any], simulate: Callable[..., Any]) -> Any:
+    """Registers an operator.
 
-    No CUDA graph captures these. `torch.library.custom_op` would wrap both in layers of Python that
-    take longer than a small list. Two of them are not needed: no operator has a derivative, and
-    each counts versions where it writes.
+    No CUDA graph of torch.compile captures it: the tables of a list would lie in the memory of the
+    graph, and outlive it. `torch.library.custom_op` would wrap it in layers of Python that take
+    longer than a small list. Two of them are not needed: no operator has a derivative, and each
+    counts versions where it writes.
     """
-    for overload, tags in (("", ()), (".reads", (torch.Tag.cudagraph_unsafe,))):
-        _LIBRARY.define(name + overload + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _LIBRARY.impl(name + overload, run, "CompositeExplicitAutograd")
-        for key in ("Autograd", "ADInplaceOrView"):
-            _LIBRARY.impl(name + overload, torch.library.fallthrough_kernel, key)
-        torch.library.register_fake(f"tritonclip::{name}{overload}", simulate, lib=_LIBRARY)
-    packet = getattr(torch.ops.tritonclip, name)
-    return packet.default, packet.reads
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
+    _LIBRARY.define(name + schema, tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    for key in ("Autograd", "ADInplaceOrView"):
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
+    torch.library.register_fake(f"tritonclip::{name}", simulate, lib=_LIBRARY)
+    return getattr(torch.ops.tritonclip, name).default
 
 
-_clip_op, _clip_reads = _operators(
+_clip_op = _operator(
     "clip_",
     "(Tensor(a!)[] grads, str names, str rule, str nonfinite, float constant_scale,"
     " Tensor? grad_scale=None, Tensor[]? weights=None, int[] exempt=[], Tensor? numbers=None)"
@@ -162,13 +160,13 @@ _clip_op, _clip_reads = _operators(
     _clip,
     _simulate_clip,
 )
-_norm_op, _norm_reads = _operators(
+_norm_op = _operator(
     "total_norm",
     "(Tensor[] tensors, float norm_type, bool raises=False, Tensor? order=None) -> Tensor",
     _norm,
     _simulate_norm,
 )
-_scale_op, _scale_reads = _operators(
+_scale_op = _operator(
     "scale_to_norm_",
     "(Tensor(a!)[] grads, str names, Tensor total_norm, float[] numbers, Tensor? changing=None)"
     " -> ()",
@@ -248,10 +246,6 @@ def _as_inputs(numbers: Sequence[float | Tensor]) -> tuple[list[float], Tensor |
         return list(numbers), None  # type: ignore[arg-type]
     # On a CPU, where the operator reads them.
     return [], torch.stack([as_tensor(n).cpu() for n in numbers])
-
-
-def _is_on_host(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.device.type == "cpu"
 
 
 def as_tensor(number: float | Tensor) -> Tensor:
@@ -335,13 +329,11 @@ def _clip_collected(
             weights = owners
             exempt = [i for i, is_exempt in enumerate(rule.exempt(owners)) if is_exempt]
         inputs += [weights, exempt, changing]
-    reads = nonfinite == "error" or rule.spectral or changing is not None or _is_on_host(factor)
-    operator = _clip_reads if reads else _clip_op
     # In traceable code.
     text = " ".join([type(rule).__name__, *[str(number) for number in numbers]])
     # As in eager mode, gradients that have a derivative keep it.
     with torch.no_grad():
-        norm: Tensor = operator(
+        norm: Tensor = _clip_op(
             grads, names, text, nonfinite, constant[0] if constant else 1.0, *inputs
         )
     return None if rule.clamps else norm
@@ -370,8 +362,7 @@ def total_norm(
     if not items:
         return torch.zeros((), dtype=torch.float32)
     order, changing = _as_inputs([norm_type])
-    operator = _norm_op if changing is None and not error_if_nonfinite else _norm_reads
-    norm: Tensor = operator(items, order[0] if order else 2.0, error_if_nonfinite, changing)
+    norm: Tensor = _norm_op(items, order[0] if order else 2.0, error_if_nonfinite, changing)
     return norm
 
 
@@ -387,6 +378,5 @@ def scale_to_norm_(
         if isinstance(parameters, Module):
             check_marks(parameters)
         numbers, changing = _as_inputs(rule.numbers)
-        operator = _scale_reads if changing is not None or _is_on_host(norm) else _scale_op
         with torch.no_grad():
-            operator(grads, names, norm, numbers, changing)
+            _scale_op(grads, names, norm, numbers, changing)
