@@ -40,6 +40,7 @@ def _bad_in_one(bad: float, rank: int = 1) -> dict[str, Any]:
     return named
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("rule", RULES)
 @in_processes(2, 4)
@@ -58,6 +59,7 @@ def test_clip_error_names_the_same_gradients_everywhere(bad: float, rule: Any) -
         torch.testing.assert_close(one.grad.to_local(), was, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("rule", RULES)
 @in_processes(2, 4)

@@ -102,6 +102,7 @@ def test_clip_parts_missing_in_some_processes(p: float, missing: str) -> None:
         torch.testing.assert_close(local(grad), before * coefficient)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("missing", ["first", "in-turn"])
 @pytest.mark.parametrize("p", ORDERS)
 @in_processes(2, 4)

@@ -130,6 +130,7 @@ def _check_form(norm: Tensor, mesh: DeviceMesh, expected: float) -> None:
         assert_norm(torch.as_tensor(result), expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("sizes", [(-1,), (2, -1)], ids=["line", "grid"])
