@@ -200,7 +200,7 @@ def test_host_of_a_call(row: Any, workload: str, rule: str, provider: str) -> No
     row([figures["warm_us"]], **figures)
 
 
-# Limits that clip nothing, by rules that have one.
+# Limits that clip nothing; by unit, by its usual ratio.
 RULES = {
     "global norm": 1e9,
     "by norm": tritonclip.ClipByNorm(1e9),

@@ -103,9 +103,9 @@ class _Row:
 class _Memory(weakref.ref[_Row]):
     """Memory of addresses: spare again, for the same stream, when its row is gone.
 
-    It is never given back to PyTorch: a gradient that took it would move, and with it others, and
-    all would be uploaded again in the next step. No Python runs when a row goes, which a signal
-    could interrupt.
+    It is not given back to PyTorch, unless its row dies in a reference cycle: a gradient that took
+    it would move, and with it others, and all would be uploaded again in the next step. No Python
+    runs when a row goes, which a signal could interrupt.
     """
 
     __slots__ = ("tensor",)
@@ -180,7 +180,7 @@ class Tables(Generic[_Table]):
             if known is not None and (numbers is not None or has_landed):
                 last = found._replace(upload=None) if has_landed else found
                 others = tuple(one for one in known.tables if one is not found)
-                self._streams[stream] = known._replace(addresses=addresses, tables=(last, *others))
+                self._keep(stream, known._replace(addresses=addresses, tables=(last, *others)))
         else:
             assert numbers is not None
             packed, spare = numbers.tobytes(), known.spare if known else []
@@ -190,11 +190,7 @@ class Tables(Generic[_Table]):
             if not capturing:
                 last = _Uploaded(packed, table, _recorded(self._device))
                 tables = (last, *(known.tables if known else ())[: KEPT - 1])
-                # At the end of the order.
-                self._streams.pop(stream, None)
-                self._streams[stream] = _Stream(addresses, tables, spare)
-                for oldest in list(self._streams)[:-STREAMS]:
-                    self._streams.pop(oldest, None)
+                self._keep(stream, _Stream(addresses, tables, spare))
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
@@ -203,6 +199,13 @@ class Tables(Generic[_Table]):
             if table.row is not None:
                 pinned_memory.keep([table.row])
         return table
+
+    def _keep(self, stream: int, known: _Stream) -> None:
+        """Keeps what a stream has, as the last one whose addresses changed."""
+        self._streams.pop(stream, None)
+        self._streams[stream] = known
+        for oldest in list(self._streams)[:-STREAMS]:
+            self._streams.pop(oldest, None)
 
     def _landed(self, packed: bytes) -> Any:
         """A table for these addresses that is there for every stream; or None."""

@@ -230,6 +230,23 @@ def test_clip_grads_with_norm_raises_where_the_gradient_is() -> None:
         tritonclip.clip_grads_with_norm_(named.values(), 1.0, norm)
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one-rule", "rules"])
+@pytest.mark.parametrize("bad", ["overlapping", "inference"])
+@in_processes(2)
+def test_clipped_optimizer_raises_everywhere(bad: str, several: bool) -> None:
+    named = _named()
+    make, error, message = BAD[bad]
+    groups: Any = [{"params": [named["sharded"], named["copied"]]}, {"params": [named["bad"]]}]
+    if several:
+        groups[1]["clip"] = ClipByNorm(0.5)
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite="skip")
+    before = named["sharded"].detach().to_local().clone()
+    if dist.get_rank() == 0:
+        make(named["bad"])
+    _check(named, optimizer.step, error, message)
+    assert torch.equal(named["sharded"].detach().to_local(), before)
+
+
 @pytest.mark.parametrize("policy", ["propagate", "error"])
 @pytest.mark.parametrize("rule", RULES)
 @in_processes(2)

@@ -344,7 +344,7 @@ def test_trainer_clips_as_with_torch(lines: Callable[[Any, nn.Module], float]) -
 
 
 @pytest.mark.parametrize("lines", [_torchtitan_of_experts, _accelerate, _transformers])
-@in_processes(2)
+@in_processes(4)
 def test_trainer_clips_two_meshes_as_with_torch(lines: Callable[[Any, nn.Module], float]) -> None:
     def make() -> nn.Module:
         grid = mesh_of(2, -1)

@@ -297,7 +297,8 @@ for package in ("matplotlib", "numpy"):
 def test_a_missing_extra_is_named_with_the_command_that_installs_it():
     done = python("-c", MISSING)
     for package in ("matplotlib", "numpy"):
-        said, _, rest = done.stderr.partition(f"plot without {package}: 1\n")
+        said, found, rest = done.stderr.partition(f"plot without {package}: 1\n")
+        assert found
         assert f"needs {package}, which is not installed" in said
         assert 'pip install "tritonclip[monitor]"' in said
         assert "tritonclip suggest works without it" in said
