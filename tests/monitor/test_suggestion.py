@@ -396,6 +396,18 @@ def test_the_limit_in_use_is_a_candidate_and_judged(tmp_path, limit, said):
     assert said in suggestion.reason
 
 
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_a_limit_in_use_that_clips_nearly_all_is_judged_where_none_is_named(tmp_path, limit):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.0):
+            recorder.add_(float(norm), limit=limit)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert suggestion.verdict == "no outliers"
+    said = "The limit in use, 0.5, clips 100.0%, and acts as a part of the learning rate"
+    assert (said in suggestion.reason) is (limit == 0.5)
+
+
 def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
     path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:

@@ -571,9 +571,9 @@ def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> s
             f" The largest norm equals the limit in use, {in_use:g}: record the norm that clip_ "
             "returns, not a norm measured after clipping."
         )
-    if verdict not in ("clip", "drift"):
-        return ""
     share = _share(norms, in_use)
+    if verdict not in ("clip", "drift") and (verdict != "no outliers" or share <= _MOST_SHARE):
+        return ""
     use = f" The limit in use, {in_use:g}, clips {share:.1%}"
     if share > _MOST_SHARE:
         return f"{use}, and acts as a part of the learning rate: tune both if you change it."
