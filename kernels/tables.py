@@ -166,31 +166,29 @@ class Tables(Generic[_Table]):
             pinned_memory.refill()
         table: _Table
         found: _Uploaded | None
-        known = self._streams.get(stream)
-        if known is not None and (known.addresses is addresses or known.addresses == addresses):
-            found, numbers = known.tables[0], None
+        known = self._streams.get(stream) or _Stream([], (), [])
+        packed = b""
+        if known.addresses is addresses or known.addresses == addresses:
+            found = known.tables[0]
         else:
-            numbers = array("q", addresses)
-            found = _find(known.tables if known else (), numbers.tobytes())
+            packed = array("q", addresses).tobytes()
+            found = _find(known.tables, packed)
         if found is not None:
             table = found.table
             # Some ROCm may not query events while any thread captures a graph.
             may_query = not capturing and torch.version.hip is None
             has_landed = found.upload is not None and may_query and found.upload.query()
-            if known is not None and (numbers is not None or has_landed):
+            if packed or has_landed:
                 last = found._replace(upload=None) if has_landed else found
                 others = tuple(one for one in known.tables if one is not found)
                 self._keep(stream, known._replace(addresses=addresses, tables=(last, *others)))
         else:
-            assert numbers is not None
-            packed, spare = numbers.tobytes(), known.spare if known else []
-            laid_out = known.tables[0].table if known else None
             landed = self._landed(packed) if capturing else None
-            table = landed or self._upload(numbers, laid_out, None if capturing else spare)
+            table = landed or self._upload(addresses, known, capturing)
             if not capturing:
                 last = _Uploaded(packed, table, _recorded(self._device))
-                tables = (last, *(known.tables if known else ())[: KEPT - 1])
-                self._keep(stream, _Stream(addresses, tables, spare))
+                tables = (last, *known.tables[: KEPT - 1])
+                self._keep(stream, _Stream(addresses, tables, known.spare))
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
@@ -213,21 +211,19 @@ class Tables(Generic[_Table]):
         found = _find([known for known in tables if known.upload is None], packed)
         return found and found.table
 
-    def _upload(self, numbers: "array[int]", known: Any, spare: list[_Memory] | None) -> Any:
-        """Makes all tables, or only that of pointers where those of other gradients are known.
-
-        `spare` is None in a capture: a graph has memory of its own.
-        """
-        capturing = spare is None
-        if known is None:
-            return replace(self._lay_out(numbers, capturing), starts=self._starts)
-        row = None if spare is None else self._row(spare, len(numbers))
+    def _upload(self, addresses: list[int], known: _Stream, capturing: bool) -> Any:
+        """Makes all tables, or only that of pointers where those of other gradients are known."""
+        if not known.tables:
+            return replace(self._lay_out(addresses, capturing), starts=self._starts)
+        laid_out = known.tables[0].table
+        # A graph has memory of its own.
+        row = None if capturing else self._row(known.spare, len(addresses))
         into = None if row is None else row.memory.tensor
-        pointers = upload(on_cpu(numbers), self._device, capturing, into)
+        pointers = upload(on_cpu(addresses), self._device, capturing, into)
         return replace(
-            known,
-            arguments=(pointers, *known.arguments[1:]),
-            addresses=(pointers.data_ptr(), *known.addresses[1:]),
+            laid_out,
+            arguments=(pointers, *laid_out.arguments[1:]),
+            addresses=(pointers.data_ptr(), *laid_out.addresses[1:]),
             row=row,
         )
 
@@ -245,7 +241,7 @@ class Tables(Generic[_Table]):
                 _held(other, spare)
         return _held(tensor, spare)
 
-    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> _Table:
+    def _lay_out(self, addresses: list[int], capturing: bool) -> _Table:
         """Makes all tables."""
         raise NotImplementedError
 
@@ -263,7 +259,7 @@ class ChunkTables(Tables[ChunkTable]):
         super().__init__(device)
         self._dtype, self._sizes = dtype, sizes
 
-    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> ChunkTable:
+    def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
         return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
 
 
@@ -290,7 +286,7 @@ class UnitTables(Tables[UnitTable]):
         self._dtype, self._weight_dtype = dtype, weight_dtype
         self._counts, self._lengths = counts, lengths
 
-    def _lay_out(self, addresses: Sequence[int], capturing: bool) -> UnitTable:
+    def _lay_out(self, addresses: list[int], capturing: bool) -> UnitTable:
         """Makes all tables, in one upload."""
         n = len(self._counts)
         counts, lengths = on_cpu(self._counts), on_cpu(self._lengths)

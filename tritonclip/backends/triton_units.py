@@ -183,7 +183,7 @@ class TritonUnits:
                 DTYPE=launch.TL_DTYPES[table.dtype],
                 WRITE=write,
                 ROWS=units.ROWS_SCALED,
-                ROW_COLUMNS=1024 // table.dtype.itemsize,
+                ROW_COLUMNS=units.columns_scaled(table.dtype.itemsize),
                 BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
                 TAIL=TAIL,
                 **_LENGTHS,
