@@ -18,7 +18,7 @@ help:
 	@echo "make demo     train on real data with and without clipping, in two minutes once installed"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
-	@echo "make gpu      test and measure on a GPU, in eight minutes, for two files to send in"
+	@echo "make gpu      test and measure on a GPU, in about eight minutes, for two files to send in"
 	@echo "make format lint types tests doctests codegen docs wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
@@ -109,8 +109,8 @@ bench-all: $(INSTALLED)
 	$(BENCH) bench/test_advice.py --plan full $(ROWS)/advice.json
 	$(RUN) -m bench.report
 
-# On a machine with a GPU: on an H200 the tests take two minutes, the questions one, and the rows of
-# docs/performance/gpu.md four. A part that outlasts its time is interrupted, as by Ctrl-C, and its
+# On a machine with a GPU: on an H200 the tests took two minutes and the questions one; the rows of
+# docs/performance/gpu.md, of which 13 cases of 82 were cut off, took three. A part that outlasts its time is interrupted, as by Ctrl-C, and its
 # file has the rows so far; gpu.jsonl has each as soon as it is measured.
 UNTIL = timeout --foreground --signal=INT --kill-after=40
 gpu: $(INSTALLED)
