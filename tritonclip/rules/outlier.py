@@ -29,9 +29,9 @@ class Outlier(Adaptive):
         norm > mean + sigmas * std
 
     Mean and sample standard deviation are over the norms before clipping of the last `window`
-    steps. Skipped steps count, so that norms that stay at a new level are soon accepted. Nothing
-    is skipped before half of the window is filled. Losses are judged in the same way, where they
-    are given: see the attribute `loss` of :class:`ClippedOptimizer`.
+    steps. Skipped steps count, so that norms that stay at a new level are soon accepted. No step is
+    skipped before half of the window has norms: by default, none of the first 64. Losses are judged
+    in the same way, where they are given: see the attribute `loss` of :class:`ClippedOptimizer`.
 
     Example:
         >>> import torch, tritonclip
