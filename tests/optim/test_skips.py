@@ -288,6 +288,14 @@ def test_wrapper_refuses(options, error, message):
         wrapped(sgd, **options)
 
 
+@pytest.mark.parametrize("above", [20.0, Outlier(6.0)])
+def test_repr_shows_skip_above_where_it_is_set(above):
+    _, optimizer = wrapped(sgd)
+    assert "skip_above" not in repr(optimizer)
+    optimizer.skip_above = above
+    assert f"skip_above={above}" in repr(optimizer)
+
+
 def test_skip_above_may_be_replaced():
     params, optimizer = wrapped(sgd, skip_above=1e-3)
     give_grads(params)

@@ -673,7 +673,8 @@ class ClippedOptimizer(ScalerSide):
         states.resume(optimizer.param_groups)
 
     def __repr__(self) -> str:
+        above = "" if self.skip_above is None else f"skip_above={self.skip_above}, "
         return (
-            f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
+            f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, {above}"
             f"optimizer={self.optimizer!r})"
         )
