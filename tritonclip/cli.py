@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tritonclip.monitor.history import History
+    from tritonclip.monitor.recorder import Recorder
     from tritonclip.monitor.suggestion import Suggestion
 
 # Options of `run` that a script may be given by mistake.
@@ -45,7 +46,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 1 for bad input, 2 for bad usage."""
     try:
-        chosen = _parser().parse_args(arguments)
+        chosen, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as end:
         return int(end.code or 0)
     if chosen.command in (None, "doctor"):
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"tritonclip {tritonclip.__version__}"
     )
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about, add_arguments in (
         ("doctor", "print versions, devices and backends, and run a short self-test", None),
@@ -108,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         description = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=description)
+        # Else the usage of the whole program is printed for an option that a command has not.
+        command.set_defaults(parser=command)
         if add_arguments is not None:
             add_arguments(command)
     return parser
@@ -254,9 +260,10 @@ def run(chosen: argparse.Namespace) -> int:
     """
     process, is_first, file = os.getpid(), rank() == 0, chosen.record
     try:
-        recorder = None
+        recorder, earlier = None, 0
         if file is not None:
             recorder = tritonclip.Recorder(file, write=is_first, append=True)
+            earlier = recorder.steps
         program = (script.module if chosen.is_module else script.script)(chosen.script)
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -286,9 +293,17 @@ def run(chosen: argparse.Namespace) -> int:
             if is_first:
                 report = log.report(patch.served_by_torch, failed=failed)
                 print(f"tritonclip run: {report}", file=sys.stderr)
-            if is_first and recorder is not None and recorder.steps:
-                print(f"norms are in {file}: python -m tritonclip suggest {file}", file=sys.stderr)
+            if is_first and recorder is not None:
+                print(_recorded(recorder, file, earlier), file=sys.stderr)
     return 0
+
+
+def _recorded(recorder: Recorder, file: str, earlier: int) -> str:
+    """Where the norms of a run are, after `earlier` steps in the file; or that there are none."""
+    if recorder.steps == earlier:
+        return f"no norm was recorded: {file} was not {'changed' if earlier else 'written'}"
+    run = f"appended to {file} as run {recorder.state_dict()['run']}" if earlier else f"in {file}"
+    return f"norms are {run}: python -m tritonclip suggest {file}"
 
 
 def compare(chosen: argparse.Namespace) -> int:

@@ -244,6 +244,17 @@ def test_wrong_usage_ends_with_status_2(capsys, arguments):
     assert "usage: python -m tritonclip" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--bogus", "x.py"], ["suggest", "a.csv", "--bogus"], ["doctor", "--bogus"]],
+)
+def test_an_unknown_option_is_answered_by_the_usage_of_its_command(capsys, arguments):
+    assert main(arguments) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"usage: python -m tritonclip {arguments[0]} ")
+    assert last.endswith("unrecognized arguments: --bogus")
+
+
 @pytest.mark.parametrize("options", [[], ["--compare"], ["-m"]], ids=["none", "compare", "-m"])
 def test_run_without_a_script_asks_for_a_script_or_a_module(capsys, options):
     assert main(["run", *options]) == 2
