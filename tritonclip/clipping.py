@@ -199,7 +199,7 @@ def clip_tensors_(
         clip: the largest norm of all tensors together; or a rule, but no :class:`ClipByUnitNorm`,
             which compares gradients with weights.
         nonfinite: "propagate", "error" or "zero", as for :func:`clip_`.
-        grad_scale: the loss scale that the tensors are divided by, as for :func:`clip_`.
+        grad_scale: the loss scale that the tensors carry, as for :func:`clip_`.
         state: a :class:`ClipState`, for a rule whose limit changes. It knows tensors by position: a
             rule that remembers the norm of each needs a tensor at every position.
         process_group: the processes that share one norm, as for :func:`clip_`. Each of them has to
@@ -213,9 +213,6 @@ def clip_tensors_(
         TypeError: parameters, modules and other tensors that require grad: this would clip the
             weights. Also a rule with `exclude`, and what :func:`clip_` cannot clip.
         ValueError, RuntimeError: for the reasons of :func:`clip_`.
-
-    Notes:
-        A call that raises has changed nothing.
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_tensors_, tensors, clip, *_excess, **_unknown)

@@ -113,9 +113,8 @@ def statistics_by_name(
     """Measures norm, largest magnitude and share of zeros of each gradient; changes nothing.
 
     A share of zeros that grows while training in float16 shows that elements underflow: the loss
-    scale is too small. A norm of 0 is a dead gradient; a share of 1 may be rounded. Call it
-    *before* clipping. It reads all gradients three times, in three launches for each device and
-    dtype on a GPU, and waits for nothing.
+    scale is too small. Call it *before* clipping. It reads all gradients three times, and waits for
+    nothing.
 
     Args:
         parameters: as for :func:`norms_by_name`.

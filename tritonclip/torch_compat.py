@@ -63,7 +63,7 @@ def clip_grad_norm_(
             host waits for the device.
         foreach: accepted for compatibility; there is one implementation.
         process_group: the processes that share one norm, as for :func:`clip_`.
-        copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
+        copies: as for :func:`clip_`.
 
     Returns:
         The norm, 0-d; float64 if any gradient is float64, else float32; on the first gradient's
@@ -106,10 +106,9 @@ def clip_grad_value_(
         tensor([ 0.5000, -0.2000])
 
     Args:
-        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
-            :func:`clip_`.
+        parameters: as for :func:`clip_grad_norm_`.
         clip_value: the largest magnitude of an element, 0 or more.
-        foreach: accepted for compatibility; there is one implementation.
+        foreach: accepted for compatibility.
 
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too; complex
@@ -147,14 +146,11 @@ def get_total_norm(
     Args:
         tensors: the gradients themselves, floating-point or complex, of which None is left out
             (parameters would give the norm of the weights); or :class:`FlatGradients`.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements; also as text.
-        error_if_nonfinite: raises RuntimeError if the norm is NaN or inf. The host waits for the
-            device.
-        foreach: accepted for compatibility; there is one implementation.
-        process_group: the processes that share one norm, as for :func:`clip_`. Each of them has to
-            have a tensor of each mesh: no parameters say which there are.
-        copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
+        norm_type: the order of the norm, as for :func:`clip_grad_norm_`.
+        error_if_nonfinite: raises RuntimeError if the norm is NaN or inf.
+        foreach: accepted for compatibility.
+        process_group: the processes that share one norm, as for :func:`clip_tensors_`.
+        copies: as for :func:`clip_tensors_`.
 
     Returns:
         The norm, 0-d; float64 if any tensor is float64, else float32; on the first tensor's device.
@@ -212,13 +208,12 @@ def clip_grads_with_norm_(
         tensor([0.6000, 0.8000])
 
     Args:
-        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
-            :func:`clip_`.
+        parameters: as for :func:`clip_grad_norm_`.
         max_norm: the largest norm of all gradients together, 0 or more.
         total_norm: the norm of the gradients: a number, or a one-element floating-point tensor on
             any device, also a DTensor as torch returns. A negative one raises ValueError; on a
             device, where reading it would wait, it counts by its magnitude.
-        foreach: accepted for compatibility; there is one implementation.
+        foreach: accepted for compatibility.
         eps: added to the norm; with 0, as in Paddle and TensorFlow, gradients whose norm equals
             `max_norm` do not change.
         process_group: as for :func:`clip_`; nothing is sent.

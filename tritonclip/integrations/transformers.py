@@ -145,11 +145,4 @@ class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc
         >>> result = trainer.train()
         {'loss': ..., 'clip/norm': ...}
         {'train_runtime': ...}
-
-    Args:
-        *args: for the Trainer.
-        clip: the largest norm of all gradients together; or a rule.
-        nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
-        recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
-        **kwargs: for the Trainer.
     """

@@ -91,11 +91,9 @@ def record(
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
-        The columns are run, step, norm, coefficient, limit, skipped, loss, and norm/<name> for each
-        of `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
-        (null in JSON Lines). Characters of a name that cannot be printed, such as a line break, are
-        written as Python's escapes. A run that resumes from a checkpoint loads `state_dict()`.
-        Without it, rows are appended as another run, with step numbers that continue.
+        Unknown values are empty in the file. A run that resumes from a checkpoint loads
+        `state_dict()`; without it, rows are appended as another run, with step numbers that
+        continue. docs/choosing_max_norm.md has all columns.
     """
     recorder = Recorder(
         path, every=every, each=each, statistics=statistics, write=write, append=append

@@ -369,11 +369,6 @@ class ClipStats(NamesAttributes):
         last_norm: the norm *before* clipping at the last step under the wrapper's rule,
             floating-point. For a rule with a norm for each gradient, the largest. NaN for
             ClipByValue, which measures no norm, and before the first step.
-        last_coefficient: the factor of the gradients at the last step under the same rule. The
-            least one for a rule with a coefficient for each gradient or unit. 1 if nothing was
-            clipped.
-        last_limit: the largest norm that the same rule allowed at the last step. NaN if gradients
-            had different limits, for ClipByValue, and before the first step.
         group_norms: a dict with the `last_norm` of each parameter group that has its own rule, by
             the number of the group.
         group_coefficients: a dict with the `last_coefficient` of these groups.
@@ -427,14 +422,20 @@ class ClipStats(NamesAttributes):
 
     @property
     def last_coefficient(self) -> Tensor:
-        """The factor of the gradients at the last step; 0-d, of the dtype of `last_norm`."""
+        """The factor of the gradients at the last step under the wrapper's rule, 1 if none clipped.
+
+        0-d, of the dtype of `last_norm`; the least one for a rule with several.
+        """
         last = as_tensor(self._coefficient, self.last_norm)
         # A copy: steps that are not yet counted need the original.
         return last.clone() if last is self._coefficient else last
 
     @property
     def last_limit(self) -> Tensor:
-        """The largest norm allowed at the last step; 0-d, of the dtype of `last_norm`."""
+        """The largest norm that the wrapper's rule allowed at the last step; as `last_coefficient`.
+
+        NaN if gradients had different limits, for ClipByValue, and before the first step.
+        """
         return as_tensor(self._limit, self.last_norm)
 
     def summary(self) -> dict[str, float | int]:

@@ -117,14 +117,11 @@ class ClippedOptimizer(ScalerSide):
               gradients, and the finite ones next to them. See :meth:`synchronize`.
 
             The last three check all gradients, including those that are not clipped. A step that a
-            GradScaler skips because of an overflow raises no error. It counts in
-            `stats.overflowed_steps` alone, if the wrapper hears of it: torch's scaler tells only
-            fused optimizers.
-        skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
-            or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
-            losses, if the attribute `loss` is set before each step. The norm is the 2-norm before
-            clipping of all gradients that are clipped; inf is larger, NaN is not. Of a closure, the
-            first evaluation counts. None skips no step.
+            GradScaler skips because of an overflow raises no error.
+        skip_above: skips a step, as "skip" does, if the 2-norm of all clipped gradients, before
+            clipping, is larger: a number, or :class:`Outlier` for a limit that follows the norms of
+            earlier steps, and their losses, if the attribute `loss` is set before each step. inf is
+            larger, NaN is not. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
             RuntimeError. None raises none, and warns at 100. If steps do not wait for the
             accelerator, the error comes eight steps later, in the same step on every process.
@@ -155,25 +152,13 @@ class ClippedOptimizer(ScalerSide):
         attribute that is set on the wrapper is not set on the wrapped optimizer.
 
         Under a GradScaler, gradients are unscaled before they are clipped, with or without a call
-        of `unscale_`. The library's :class:`GradScaler` reads them once, torch's reads them twice.
-
-        With a closure, gradients are clipped after each evaluation. The statistics have the norm of
-        the first evaluation, and the smallest coefficient of all. "skip", "error" and "async_error"
-        evaluate it before the wrapped optimizer does, and refuse an optimizer that changes
-        parameters or gradients before its first evaluation. LBFGS evaluates several times in a
-        step: a copy of parameters and state is kept, and restored if a later evaluation is not
-        finite.
+        of `unscale_`: docs/mixed_precision.md. With a closure, gradients are clipped after each
+        evaluation; "skip", "error" and "async_error" evaluate it before the wrapped optimizer does.
 
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
         that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
-        `torch.distributed.checkpoint` finds the wrapper's part in the parameter groups, under the
-        key `tritonclip`. It makes the state of a new optimizer by a step with gradients and
-        learning rates of 0. Of an optimizer without state, such a step is not counted.
-
-        Between a step that is not finite and its "async_error", parameters, state and rules are
-        those before that step, in checkpoints and copies too. A checkpoint that is loaded then ends
-        the wait.
+        docs/optimizer.md has more on all of these.
 
         A step that raises before it updates parameters, for example by Ctrl-C, can be repeated: the
         next step does not divide or clip the same gradients again. If some of them were written and
