@@ -326,40 +326,39 @@ class _CodeError(Exception):
 
 
 def _fail(error: Exception, *, is_cast: bool = False) -> int:
-    """Prints an error; with its traceback where it is of the user's code."""
-    cause = error.__cause__ if isinstance(error, _CodeError) else error
-    hint = ""
-    if isinstance(error, _CodeError) and cause is not None:
-        traceback.print_exception(cause)
-        if "loss_of" in str(error) and is_cast:
+    """Prints an error; with its traceback where it is not of the library itself."""
+    cause: BaseException = error
+    text, hint = str(error), ""
+    if isinstance(error, _CodeError):
+        cause = error.__cause__ or error
+        if "loss_of" in text and is_cast:
             hint = (
                 "; with --dtype and --device, loss_of has to make its inputs with the dtype and "
                 "on the device of the module that it gets: x.to(next(module.parameters()))"
             )
-    if isinstance(cause, SystemExit):
-        hint = '; what a script does belongs under if __name__ == "__main__":'
+        if isinstance(cause, SystemExit):
+            hint = '; what a script does belongs under if __name__ == "__main__":'
+    elif not is_own(error):
+        text = f"{type(error).__name__}: {error}"
+    if cause is not error or not is_own(error):
+        traceback.print_exception(cause)
     # The allocator of a CPU raises a RuntimeError.
-    is_memory_error = isinstance(cause, torch.OutOfMemoryError | MemoryError)
-    if is_memory_error or "DefaultCPUAllocator" in str(cause):
+    if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "CPUAllocator" in str(cause):
         hint = (
             "; the memory must hold one more copy of the gradients, two in float64 while results "
             "are checked and, with loss_of, a copy of the module with gradients and two states of "
             "AdamW. Expected a smaller model, fewer examples in the loss, or --device cpu"
         )
-    elif not isinstance(error, _CodeError | TypeError | ValueError | RuntimeError):
-        raise error
-    print(f"Error: {error}{hint}", file=sys.stderr)
+    print(f"Error: {text}{hint}", file=sys.stderr)
     return 1
 
 
 def _check_device(device: torch.device) -> None:
-    there = [str(listed) for listed in devices()]
-    if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
-        name.removesuffix(":0") for name in there
-    ):
+    there = devices()
+    if (device.type, device.index or 0) not in [(found.type, found.index or 0) for found in there]:
         raise ValueError(
-            f"--device: expected one of {', '.join(there)}, got {device}; python -m tritonclip "
-            "doctor lists devices, and says why there is no GPU"
+            f"--device: expected one of {', '.join(map(str, there))}, got {device}; python -m "
+            "tritonclip doctor lists devices, and says why there is no GPU"
         )
 
 
@@ -399,24 +398,21 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
 
 
 def _object_of(target: str, example: str = "mymodule:make_model") -> Any:
-    name, colon, attribute = target.partition(":")
-    if not (name and colon and attribute):
+    """The object that MODULE:NAME says; the module may lie in the current folder."""
+    name, _, attribute = target.partition(":")
+    if not (name and attribute):
         raise ValueError(f"expected MODULE:NAME, as in {example}, got {target!r}")
-    return _attribute_of(_module_of(name), attribute)
-
-
-def _module_of(name: str) -> Any:
-    """Imports a module, from the current folder too."""
-    folder = str(Path.cwd())
-    if not {"", folder} & set(sys.path):
-        sys.path.insert(0, folder)
     if name.endswith(".py") or "/" in name:
         module = ".".join(Path(name).with_suffix("").parts)
         raise ValueError(f"expected the name of a module, got the path {name}; write {module}:NAME")
     if name.startswith("."):
         raise ValueError(f"expected the whole name of a module, got {name}; write package.module")
+    folder = str(Path.cwd())
+    if not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
     try:
-        return _named(f"importing {name}", importlib.import_module)(name)
+        module = _named(f"importing {name}", importlib.import_module)(name)
+        return operator.attrgetter(attribute)(module)
     except _CodeError as error:
         missing = error.__cause__
         # Else the module is there, and imports one that is not.
@@ -426,16 +422,11 @@ def _module_of(name: str) -> Any:
                 f"in {folder}, nor is it installed"
             ) from None
         raise
-
-
-def _attribute_of(module: Any, name: str) -> Any:
-    try:
-        return operator.attrgetter(name)(module)
     except AttributeError:
-        close = get_close_matches(name, dir(module), n=1)
-        meant = f"; did you mean {module.__name__}:{close[0]}?" if close else ""
+        close = get_close_matches(attribute, dir(module), n=1)
+        meant = f"; did you mean {name}:{close[0]}?" if close else ""
         raise ValueError(
-            f"expected a name in {module.__name__}, got {name!r}, which is not in "
+            f"expected a name in {name}, got {attribute!r}, which is not in "
             f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
         ) from None
 
@@ -444,13 +435,8 @@ def find(chosen: argparse.Namespace) -> int:
     """Prints the answer of `find_max_norm`; returns 1 where there is none."""
     if chosen.figure:
         from tritonclip import finder_plot
-        from tritonclip.monitor.plot import ENDINGS, check_path
+        from tritonclip.monitor.plot import check_path
 
-        if chosen.figure.suffix.lower() not in ENDINGS:
-            raise ValueError(
-                "--figure: expected a name that ends in .png or .svg, got "
-                f"{chosen.figure}; write --figure found.png"
-            )
         check_path(chosen.figure)
     try:
         module = chosen.target.partition(":")[0]
@@ -464,15 +450,8 @@ def find(chosen: argparse.Namespace) -> int:
         others |= {name: getattr(chosen, name) for name in ("limits", "steps", "seeds")}
         with _progress() as progress:
             found = tritonclip.find_max_norm(*arguments, **others, progress=progress)
-    except _CodeError as error:
-        return _fail(error)
     except Exception as error:
-        text = str(error)
-        if not is_own(error):
-            traceback.print_exception(error)
-            text = f"{type(error).__name__}: {error}"
-        print(f"Error: {text}", file=sys.stderr)
-        return 1
+        return _fail(error)
     print(found)
     if chosen.figure:
         finder_plot.save(chosen.figure, found)

@@ -105,7 +105,7 @@ def test_find_works_without_rich(module, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--figure", "found.pdf"], "write --figure found.png"),
+        (["--figure", "found.pdf"], "write found.png"),
         (["--batches", "training:nothing"], "expected a name in training"),
         (["--batches", "training"], "expected MODULE:NAME"),
         (["--batches", "training:empty"], "batches ran out"),

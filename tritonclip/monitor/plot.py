@@ -69,7 +69,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(
             f"{path}: expected a name that ends in .png or .svg, got {path.suffix or 'no ending'}; "
-            "write --out run.png"
+            f"write {path.stem}.png"
         )
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
