@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ from tritonclip.torch_compat import clip_grad_norm_, clip_grad_value_
 Source = Literal["present", "loss", "random"]
 LossOf = Callable[[Any], Tensor]
 
+# The calls that are compared: by what they clip, and whether the limit is exceeded.
+_Case = tuple[str, bool]
+_CLIPPED, _UNCLIPPED = ("by global norm", True), ("by global norm", False)
+_BY_VALUE = ("by value", True)
 # torch's ways to clip, by their `foreach=`.
 _VARIANTS = {"default": None, "foreach": True, "no foreach": False}
 # Added to a norm before a limit is divided by it, by torch and by tritonclip.
@@ -267,14 +271,14 @@ def compare(
     refuse_tracer()
     _check_arguments(model, loss_of, seconds)
     if loss_of is None:
-        return _compared(*_present_or_random(model), None, seconds / len(_CASES))
+        return _compared(*_present_or_random(model), None, seconds / 3)
     assert isinstance(model, Module)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     generators = torch.random.fork_rng(sorted(device.index for device in devices))
     # A loss may run the forward pass of `model` itself.
     with _restored(model.buffers()), generators, torch.enable_grad():
         steps = _Steps(_copied(model), loss_of)
-        return _compared(steps.gradients(), "loss", steps, seconds / (len(_CASES) + 1))
+        return _compared(steps.gradients(), "loss", steps, seconds / 4)
 
 
 def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
@@ -578,56 +582,42 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         waiting += following
 
 
-class _Case(NamedTuple):
-    """One of the calls that are compared."""
-
-    rule: str
-    clipped: bool
-    limit: Callable[[_Copies], float]
-
-
-_CASES = (
-    _Case("by global norm", True, lambda copies: copies.norm / 2),
-    _Case("by global norm", False, lambda copies: 10 * (copies.norm + _EPS)),
-    _Case("by value", True, _Copies.bound),
-)
-
-
 def _compared(copies: _Copies, source: Source, steps: _Steps | None, seconds: float) -> Comparison:
     """Compares all calls; `seconds` are of each."""
-    fresh, device = copies.fresh, copies.device
-    is_complex = any(f.is_complex() for f in fresh)
-    cases = [case for case in _CASES if not (is_complex and case.rule == "by value")]
+    fresh, device, norm = copies.fresh, copies.device, copies.norm
     dtypes = tuple(dict.fromkeys(f.dtype for f in fresh))
     n_gradients, n_elements = len(fresh), sum(f.numel() for f in fresh)
-    calls = tuple(_call_times(case, copies, seconds) for case in cases)
+    limits = {_CLIPPED: norm / 2, _UNCLIPPED: 10 * (norm + _EPS)}
+    if not any(dtype.is_complex for dtype in dtypes):
+        limits[_BY_VALUE] = copies.bound()
+    calls = tuple(_call_times(case, limit, copies, seconds) for case, limit in limits.items())
     backends = dict.fromkeys(choose.backend_name(device, d.to_real()) for d in dtypes)
-    step, limit = None, cases[0].limit(copies)
     # For the states of the optimizer.
     copies.free()
     del fresh
+    step = None
     if steps is not None:
-        step = steps.measure(limit, calls[0].variant, device, seconds)
+        step = steps.measure(limits[_CLIPPED], calls[0].variant, device, seconds)
     return Comparison(calls, step, source, n_gradients, n_elements, dtypes, device, tuple(backends))
 
 
-def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
+def _call_times(case: _Case, limit: float, copies: _Copies, seconds: float) -> CallTimes:
     """Checks tritonclip, then times it and the variants of torch in turn."""
-    limit = case.limit(copies)
-    clip = clip_grad_value_ if case.rule == "by value" else clip_grad_norm_
+    rule, clipped = case
+    clip = clip_grad_value_ if case == _BY_VALUE else clip_grad_norm_
     ours = partial(clip, copies.parameters, limit)
     norm = _verified(case, copies, ours, partial(clip, copies.named, limit))
     torchs, norms = _torchs(original_of(getattr(torch.nn.utils, clip.__name__)), copies, limit)
     copies.refill()
-    prepare = copies.refill if case.clipped else None
+    prepare = copies.refill if clipped else None
     timed = [Timed(call, prepare) for call in (ours, *torchs.values())]
     found = interleaved(timed, copies.device, _LEAST, seconds, most_samples=_MOST)
     our_walls, *others = (samples.walls for samples in found)
     walls = dict(zip(torchs, others, strict=True))
     best = min(walls, key=lambda name: statistics.median(walls[name]))
     return CallTimes(
-        rule=case.rule,
-        clipped=case.clipped,
+        rule=rule,
+        clipped=clipped,
         variant=best,
         torch_us=statistics.median(walls[best]),
         tritonclip_us=statistics.median(our_walls),
@@ -682,5 +672,5 @@ def _verified(
             wrong += mismatch(copies.label_of(i), grad, right, grad != right)
         raise_mismatches(wrong)
     except VerificationError as error:
-        raise VerificationError(f"{_name(case.rule, case.clipped)}: {error}") from None
+        raise VerificationError(f"{_name(*case)}: {error}") from None
     return norm
