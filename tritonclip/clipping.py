@@ -182,13 +182,9 @@ def clip_tensors_(
 
     Example:
         >>> import torch, tritonclip
-        >>> weight = torch.tensor([3.0, 4.0])
-        >>> for step in range(2):
-        ...     update = 2 * weight
-        ...     print(tritonclip.clip_tensors_([update], 1.0))
-        ...     weight -= update
+        >>> update = torch.tensor([6.0, 8.0])
+        >>> tritonclip.clip_tensors_([update], 1.0)
         tensor(10.)
-        tensor(8.)
         >>> update
         tensor([0.6000, 0.8000])
 
