@@ -9,16 +9,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tritonclip import torch_compat
 from tritonclip.engine.verify import VerificationError
 from tritonclip.messages import warn_user
-
-if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.recorder import Recorder, as_recorder
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 # Whose private names stay torch's own, by which its functions call each other.
@@ -91,14 +89,9 @@ class TorchPatch:
     """What :func:`patch_torch` replaced; also a context manager."""
 
     def __init__(self, recorder: Recorder | None, observer: Observer | None = None) -> None:
-        self.recorder, self.observer = recorder, observer
+        self.recorder, self.observer = as_recorder(recorder), observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
-        if recorder is not None and not hasattr(recorder, "add_"):
-            raise TypeError(
-                f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
-                "tritonclip.record('run.csv')"
-            )
         with _lock:
             if not _replacements:
                 _replacements.update({name: _replacement(name) for name in _NAMES})

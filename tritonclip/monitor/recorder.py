@@ -19,10 +19,10 @@ from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.history import SpikeCounter
 from tritonclip.monitor.history_file import COLUMNS, Cell, HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
-from tritonclip.rules.arguments import local_number
+from tritonclip.rules.arguments import as_count, as_flag, local_number
 
-# Of the numbers of a row, which has no run, and of its cells.
-_NORM, _SKIPPED = COLUMNS.index("norm") - 1, COLUMNS.index("skipped")
+# Places of cells; the numbers of a row are these without the run.
+_STEP, _NORM, _SKIPPED = map(COLUMNS.index, ("step", "norm", "skipped"))
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
@@ -80,7 +80,7 @@ def record(
     Raises:
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
-        TypeError: a path, a `write` or an `append` of another kind.
+        TypeError: an argument of another kind.
         ValueError: another ending, `every` below 1, a file that no recorder wrote, or `statistics`
             without `each`.
 
@@ -133,6 +133,7 @@ class Recorder:
         each: whether a ClippedOptimizer adds the norm of every parameter.
         statistics: whether it adds its largest magnitude and share of zeros, too.
         steps: the number of the last step, counted from 1 and through resumed runs.
+        names: of `norms`, fixed by the first step; None before.
     """
 
     # Whether it was closed because another one was made for its file.
@@ -152,20 +153,16 @@ class Recorder:
             raise TypeError(
                 f"path must be that of a .csv or .jsonl file, such as 'run.csv', got {path!r:.80}"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
         for name, choice in (("write", write), ("append", append)):
             if not (choice is None or isinstance(choice, bool)):
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
-        for name, flag in (("each", each), ("statistics", statistics)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
+        self.every = as_count("every", every, 1)
+        self.each, self.statistics = as_flag("each", each), as_flag("statistics", statistics)
         if statistics and not each:
             raise ValueError(
                 "statistics=True adds to the norm of each parameter, got each=False; "
                 "pass each=True as well"
             )
-        self.every, self.each, self.statistics = every, each, statistics
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
@@ -184,7 +181,7 @@ class Recorder:
             file = HistoryFile(self.path, find=self._write is not False)
         self._rows = _RowWriter(file, every)
         self.steps: int = file.last_step
-        self._names: tuple[str, ...] | None = None
+        self.names: tuple[str, ...] | None = None
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
@@ -204,11 +201,6 @@ class Recorder:
         return self._write
 
     @property
-    def names(self) -> tuple[str, ...] | None:
-        """The names of `norms`, fixed by the first step; None before."""
-        return self._names
-
-    @property
     def spike_score(self) -> float:
         """SpikeScore of the rows that this recorder wrote; see :func:`suggest_max_norm`.
 
@@ -222,7 +214,7 @@ class Recorder:
     def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
-        if names != self._names:
+        if names != self.names:
             self._check_names(names)
 
     def append_(self, row: list[Value]) -> None:
@@ -344,11 +336,11 @@ class Recorder:
         self.steps, self._rows.file.run = steps, run or self._rows.file.run
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if self._names is not None:
-            changed = sorted(set(names) ^ set(self._names)) or ["another order"]
+        if self.names is not None:
+            changed = sorted(set(names) ^ set(self.names)) or ["another order"]
             raise ValueError(
                 f"norms must have the same names at every step; at step {self.steps + 1} expected "
-                f"{len(self._names)} names, got {len(names)}; different: "
+                f"{len(self.names)} names, got {len(names)}; different: "
                 f"{join_names(changed, 4)}. Make a new recorder for other names"
             )
         for name in names:
@@ -361,7 +353,7 @@ class Recorder:
             )
         if self.writes:
             self._rows.file.begin(names, statistics=self.statistics)
-        self._names = names
+        self.names = names
 
     def _check_open(self) -> None:
         if self._is_replaced:
@@ -399,6 +391,16 @@ class Recorder:
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
         return f"<Recorder of {self.path}, {self.steps} steps{state}>"
+
+
+def as_recorder(recorder: object) -> Recorder | None:
+    """The user's `recorder`."""
+    if recorder is None or isinstance(recorder, Recorder):
+        return recorder
+    raise TypeError(
+        f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
+        "tritonclip.record('run.csv')"
+    )
 
 
 def saved_place(state: object) -> tuple[int, int | None]:
@@ -448,13 +450,12 @@ def _checked_value(
     return number
 
 
-def _cells_of(run: int, row: Row) -> list[Cell]:
+def _cells_of(row: Row, run: int) -> list[Cell]:
     """The cells of a row: the step as a whole number, `skipped` as a truth value."""
-    step = row[0]
-    assert step is not None
-    cells: list[Cell] = [run, int(step), *row[1:]]
-    skipped = cells[_SKIPPED]
-    cells[_SKIPPED] = None if skipped is None else bool(skipped)
+    cells: list[Cell] = [run, *row]
+    for at, kind in ((_STEP, int), (_SKIPPED, bool)):
+        if (value := cells[at]) is not None:
+            cells[at] = kind(value)
     return cells
 
 
@@ -474,6 +475,6 @@ class _RowWriter:
         self.buffer.send_()
         self._arrived += self.buffer.take(wait=wait)
         if self._arrived:
-            self.file.append([_cells_of(self.file.run, row) for row in self._arrived])
+            self.file.append([_cells_of(row, self.file.run) for row in self._arrived])
             arrived, self._arrived = self._arrived, []
-            self.spikes.add_(row[_NORM] for row in arrived)
+            self.spikes.add_(row[_NORM - 1] for row in arrived)

@@ -15,7 +15,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.hints import explained
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.recorder import Recorder, as_recorder
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Verdict, either, unless
 from tritonclip.optim.amp import (
     ScalerSide,
@@ -289,12 +289,7 @@ class ClippedOptimizer(ScalerSide):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        if not (recorder is None or isinstance(recorder, Recorder)):
-            raise TypeError(
-                f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
-                "tritonclip.record('run.csv')"
-            )
-        self._log.recorder, self._log.names = recorder, ParameterNames()
+        self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
         if recorder is not None:
             recorder.note_user(self)
 
