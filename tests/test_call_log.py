@@ -11,6 +11,7 @@ import torch
 import tritonclip
 from helpers.cases import grad_of, parameters
 from tritonclip.call_log import CallLog, _List, _verdict
+from tritonclip.patching import TorchPatch
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def clip_in(
     log: CallLog, n: int, sizes: tuple[int, ...] = (3,), device: torch.device = CPU
 ) -> None:
     """Clips lists of these sizes in turn, and checks each result."""
-    with log.patch(None) as patch:
+    with TorchPatch(None, log) as patch:
         for step in range(n):
             params = parameters([torch.full((sizes[step % len(sizes)],), 2.0, device=device)])
             torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -54,7 +55,7 @@ def test_calls_are_compared_on_every_device(device):
 
 def test_a_norm_that_overflows_in_torch_is_said():
     log = CallLog(compares=True)
-    with log.patch(None):
+    with TorchPatch(None, log):
         for _ in range(40):
             params = parameters([torch.full((4,), 6e4, dtype=torch.float16)])
             torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -65,7 +66,7 @@ def test_a_norm_that_overflows_in_torch_is_said():
 
 def test_other_functions_are_compared_too():
     log = CallLog(compares=True)
-    with log.patch(None):
+    with TorchPatch(None, log):
         for _ in range(40):
             params = parameters([torch.full((4,), 2.0)])
             norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
@@ -87,7 +88,7 @@ def test_a_log_of_few_calls_says_so():
 
 def test_without_comparing_calls_are_counted_only():
     log = CallLog(compares=False)
-    with log.patch(None):
+    with TorchPatch(None, log):
         torch.nn.utils.clip_grad_norm_(parameters([torch.ones(3)]), 1.0)
     assert not log._lists
     assert log.counts == {"clip_grad_norm_": 1}
@@ -102,7 +103,7 @@ def test_compiled_calls_are_not_logged():
     def clip(param):
         return torch.nn.utils.clip_grad_norm_([param], 1.0)
 
-    with log.patch(None):
+    with TorchPatch(None, log):
         assert clip(param).item() == 5.0
     torch.testing.assert_close(grad_of(param), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
     assert not log.counts
@@ -116,7 +117,7 @@ def test_torch_serves_a_process_whose_replicas_were_started_by_the_script(monkey
         monkeypatch.delenv(name, raising=False)
     log = CallLog(compares=True)
     half = torch.full((4,), 6e4, dtype=torch.float16)
-    with log.patch(None):
+    with TorchPatch(None, log):
         with pytest.warns(tritonclip.ClippingWarning, match="the script started its other 3 of 4"):
             norm = torch.nn.utils.clip_grad_norm_(parameters([half]), 1.0)
         # By torch, whose norm overflows.

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from tritonclip import torch_compat
 from tritonclip.comparison import time_text
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.patching import Call, TorchPatch, original_of
+from tritonclip.patching import Call, original_of
 from tritonclip.samples import synchronize
-
-if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder
 
 # The functions that return the norm of what they get.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
@@ -175,16 +172,11 @@ class CallLog:
         warn_user(text)
         return text
 
-    def patch(self, recorder: Recorder | None) -> TorchPatch:
-        """Replaces torch's functions, and has their calls logged."""
-        return TorchPatch(recorder, self)
-
     def report(self, served_by_torch: Counter[str], *, failed: bool) -> str:
         """Counts, and what was compared, in lines.
 
-        Args:
-            served_by_torch: calls that tritonclip refused, by reason.
-            failed: whether the script was interrupted, or ended with an error.
+        `served_by_torch` has the calls that tritonclip refused, by reason. A script that `failed`
+        was interrupted, or ended with an error.
         """
         if not self.counts:
             return _NONE if failed else f"{_NONE}, so that no call was replaced.\n{_REMEDIES}"

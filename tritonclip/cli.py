@@ -29,6 +29,7 @@ from tritonclip.call_log import CallLog, rank
 from tritonclip.comparison import fault_of_call
 from tritonclip.doctor import devices, doctor
 from tritonclip.messages import is_own, printable
+from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -277,7 +278,7 @@ def run(chosen: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     log, failed = CallLog(compares=chosen.compare), True
-    patch = log.patch(recorder)
+    patch = TorchPatch(recorder, log)
     try:
         with patch:
             program.run(chosen.arguments)

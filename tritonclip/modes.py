@@ -97,13 +97,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def follow_stream(last: Any, tensors: Iterable[Tensor], device: torch.device) -> Any:
-    """The current CUDA stream, which from now on waits for the last that used some tensors.
-
-    Args:
-        last: that stream; None where there was none.
-        tensors: these.
-        device: of the stream.
-    """
+    """The current CUDA stream of a device, which waits for the `last` that used tensors, if any."""
     stream = torch.cuda.current_stream(device)
     if last is not None and stream != last:
         stream.wait_stream(last)

@@ -248,9 +248,8 @@ class Grouping:
     def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
         """The clip groups: that of the optimizer's rule first, then one for each group with a rule.
 
-        Args:
-            covers_all: the gradients that no rule holds for are a clip group too, the last.
-            each: the norm of each gradient may be asked for, also of those in buffers.
+        If it `covers_all`, the gradients without a rule are a clip group too, the last. `each`: the
+        norm of each gradient may be asked for, also of those in buffers.
         """
         own_rules = self._own_rules
         if self.flat is not None and not own_rules:
@@ -379,14 +378,10 @@ def requests(
     check_finite: bool,
     two_norm: bool,
 ) -> list[NormRequest]:
-    """All norms of a step.
+    """All norms of a step: `by_value` also for rules that clamp; then those of `recorded`.
 
-    Args:
-        groups: of the step.
-        recorded: to be measured beside them.
-        by_value: also for rules that clamp.
-        check_finite: whether every gradient is finite will be read.
-        two_norm: the 2-norm of all clipped gradients will be read.
+    What will be read beside them: whether every gradient is finite, the 2-norm of all that is
+    clipped.
     """
     found = []
     for group in groups:

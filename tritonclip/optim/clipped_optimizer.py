@@ -502,10 +502,8 @@ class ClippedOptimizer(ScalerSide):
     ) -> Step:
         """Measures a step, unless it is refused; other processes, which may wait, get the error.
 
-        Args:
-            grad_scale: the loss scale that all gradients still carry; None for none.
-            check_finite: whether every gradient is finite will be read.
-            refusal: an earlier error, raised after other processes got it.
+        `check_finite`: whether every gradient is finite will be read. `refusal`: an earlier error,
+        raised after other processes got it.
         """
         grouping, recorder, policy = self._grouping, self._log.recorder, self._policy
         groups = self.optimizer.param_groups

@@ -159,12 +159,8 @@ class OutlierTest:
     ) -> Judgement:
         """Whether a norm is an outlier, by those before, or the loss.
 
-        Waits for nothing, but for a loss on another device than the norm.
-
-        Args:
-            norm: a number where the host decides; else 0-d.
-            dtype: of a number, before it was one.
-            earlier: of the same step, whose loss other processes do not send again.
+        Waits for nothing, but for a loss on another device than the norm. `dtype` is that of a
+        number before it was one; `earlier`, of the same step, has a loss that is not sent again.
         """
         above = self.skip_above
         assert above is not None

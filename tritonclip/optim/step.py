@@ -110,10 +110,8 @@ class Step:
     ) -> None:
         """Measures all that the step needs, unless it is refused; other processes get the error.
 
-        Args:
-            refusal: the error for gradients that cannot be clipped, if that is known already.
-            processes: the processes that the gradients are spread over.
-            raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
+        `refusal` is an error that is known already. `raises_if_nonfinite` says whether
+        `raise_if_nonfinite` comes next where a norm is NaN.
         """
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
         plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
