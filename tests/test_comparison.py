@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "parameters": ([filled(1.0)], loss_of, "with loss_of, model must be a module"),
     "loss": (Tied(), torch.ones(()), "must be a function of a model, .* got Tensor"),
     "module": (Tied(), torch.nn.MSELoss(), "must be a function of a model, .* got MSELoss"),
-    "no argument": (Tied(), lambda: 1, "must take the model as its only argument: too many"),
+    "no argument": (Tied(), lambda: 1, "takes 0 positional arguments but 1 was given"),
     "number": (Tied(), lambda model: 3.0, "must return the loss, a scalar tensor, got float"),
     "vector": (Tied(), lambda model: model(X), r"got Tensor of shape \(8, 6\)"),
     "constant": (Tied(), lambda model: torch.ones(()), "depends on no parameter of the model"),

@@ -26,7 +26,6 @@ from torch.nn import Module
 import tritonclip
 from tritonclip import script
 from tritonclip.call_log import CallLog, rank
-from tritonclip.comparison import fault_of_call
 from tritonclip.doctor import devices, doctor
 from tritonclip.messages import is_own, printable
 from tritonclip.patching import TorchPatch
@@ -380,11 +379,6 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
     """The module of a target and its loss, if it has one."""
     found = _object_of(target)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
-        if fault := fault_of_call(found):
-            raise TypeError(
-                f"{target}: expected a function without arguments, but {fault}; give its arguments "
-                "defaults, or write one that calls it"
-            )
         found, target = _named(f"{target}()", found)(), f"{target}()"
     model, *rest = found if isinstance(found, tuple) else (found,)
     if not isinstance(model, Module) or len(rest) > 1 or (rest and not callable(rest[0])):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import statistics
 import sys
@@ -300,23 +299,6 @@ def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
             "loss_of must be a function of a model, which returns the loss, got "
             f"{type(loss_of).__name__}; expected lambda model: ..."
         )
-    if fault := fault_of_call(loss_of, model):
-        raise TypeError(
-            f"loss_of must take the model as its only argument: {fault}; expected "
-            "lambda model: ..., which uses the model that it gets"
-        )
-
-
-def fault_of_call(function: Callable[..., Any], *arguments: object) -> str:
-    """Why a function cannot be called with these arguments; "" where it can."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        return str(error)
-    except ValueError:
-        # A function in C may have no signature.
-        pass
-    return ""
 
 
 @contextlib.contextmanager

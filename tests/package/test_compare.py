@@ -130,7 +130,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "number": (["mymodule:number"], "mymodule:number: expected a torch.nn.Module, or (module, "),
     "three": (["mymodule:three"], "returns the loss, got (Linear, int, int)"),
     "no loss": (["mymodule:not_a_loss"], "returns the loss, got (Linear, float)"),
-    "arguments": (["mymodule:needs"], "a function without arguments, but missing a required"),
+    "arguments": (
+        ["mymodule:needs"],
+        "mymodule:needs() raised TypeError: needs() missing 1 required",
+    ),
     "frozen": (
         ["mymodule:frozen"],
         "expected parameters that require a gradient, got none among 2",

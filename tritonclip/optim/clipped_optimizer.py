@@ -46,7 +46,6 @@ from tritonclip.optim.param_groups import (
     check_group,
     options_of,
     refuse_differentiable,
-    rule_of_all,
     unclipped,
 )
 from tritonclip.optim.refusals import StepNonfinite, policy_of
@@ -55,7 +54,7 @@ from tritonclip.optim.step import Step, StepLog
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import check_optimizer, guard_, of_rule
-from tritonclip.rules import Outlier, Rule
+from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -187,7 +186,7 @@ class ClippedOptimizer(ScalerSide):
         check_optimizer(optimizer)
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
-        self._grouping = Grouping(optimizer, rule_of_all(clip), processes)
+        self._grouping = Grouping(optimizer, as_rule(clip), processes)
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
@@ -223,7 +222,7 @@ class ClippedOptimizer(ScalerSide):
 
     @clip.setter
     def clip(self, clip: float | Rule) -> None:
-        self._grouping.rule = rule_of_all(clip)
+        self._grouping.rule = as_rule(clip)
 
     @property
     def flat(self) -> FlatGradients | None:

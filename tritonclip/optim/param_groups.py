@@ -69,16 +69,6 @@ def check_group(number: int, group: Mapping[str, Any], options: Container[str]) 
     refuse_differentiable(number, group)
 
 
-def rule_of_all(clip: object) -> Rule:
-    """The rule of a wrapper, for the groups that carry none."""
-    if clip is None:
-        raise TypeError(
-            "clip must be a number or a rule, got None; to clip only groups that have a rule of "
-            "their own, write float('inf')"
-        )
-    return as_rule(clip)
-
-
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]
