@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
 from helpers.processes import in_processes
+from helpers.refusing import as_on_accelerator
 from helpers.spread import assert_same_everywhere, local, mesh_of, parameter, with_partial
 from tritonclip import (
     ClipByGlobalNorm,
@@ -22,7 +23,6 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
 )
-from tritonclip.distributed import reduction
 
 
 def _overlapping(one: Any) -> None:
@@ -252,10 +252,8 @@ def test_clipped_optimizer_raises_everywhere(bad: str, several: bool) -> None:
 @in_processes(2)
 def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, policy: Any) -> None:
     """As on an accelerator, where the others go by their policy."""
-    named, exchange = _named(), cast(Any, reduction._Norm)
-    reads = exchange._reads
-    exchange._reads = False
-    try:
+    named = _named()
+    with as_on_accelerator():
         if dist.get_rank() == 0:
             _overlapping(named["bad"])
             with pytest.raises(ValueError, match="share memory"):
@@ -267,8 +265,6 @@ def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, polic
             norm = tritonclip.clip_(named.items(), RULES[rule])
             assert norm is not None
             assert norm.isnan().all()
-    finally:
-        exchange._reads = reads
 
 
 @in_processes(2)

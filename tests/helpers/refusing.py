@@ -52,7 +52,7 @@ def check_raises(
 @contextmanager
 def as_on_accelerator() -> Iterator[None]:
     """Where reading a number would wait for the device."""
-    norm = cast(Any, reduction._Norm)
+    norm = cast(Any, reduction.NormReduction)
     reads = norm._reads
     norm._reads = False
     try:

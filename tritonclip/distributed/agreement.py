@@ -7,7 +7,7 @@ count as copies of each other have to have one norm. The reduced norm is compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
+from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
 from tritonclip.distributed.process_groups import (
     ERRORS,
@@ -163,8 +164,6 @@ _TOLERANCE = {True: 1e-12, False: 1e-6}
 
 
 class _Entry(NamedTuple):
-    """A gradient's shard in one process."""
-
     position: int
     label: str
     where: tuple[int, ...]
@@ -193,7 +192,7 @@ class Replicas:
                 tensor.dtype in WIDE,
                 tensor.numel() == 0,
             )
-            for position, where, weight, tensor in [*_shards(gradients), *_sums(gradients)]
+            for position, where, weight, tensor in _shards(gradients)
         ]
         self._entries: dict[int, list[_Entry]] = gather_objects(entries, sharding.domain)
         if sharding.one_list:
@@ -276,35 +275,28 @@ class Replicas:
 _Shard = tuple[int, tuple[int, ...], float, Tensor]
 
 
-def _shards(gradients: ShardedGradients) -> Iterator[_Shard]:
-    """The shards of this process that are no terms of sums."""
-    # Buffers of FlatGradients in place of their views.
-    for index, tensor in enumerate(gradients.versions or gradients.tensors):
-        shard = gradients.shard(index)
-        if not shard.sums_over:
-            at = index if gradients.distinct is None else gradients.distinct[index]
-            yield gradients.position(index), gradients.sharding.where[at], shard.weight, tensor
-
-
-def _sums(gradients: ShardedGradients) -> list[_Shard]:
-    """The sums of Partial gradients; every process of a sum calls this."""
-    sharding = gradients.sharding
+def _shards(gradients: ShardedGradients) -> list[_Shard]:
+    """The shards here, and the sums of Partial ones; every process of a sum calls this."""
+    sharding, shards = gradients.sharding, []
     local = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     anywhere = {pair for part in gather_objects(local, sharding.domain).values() for pair in part}
     flags = [float(pair in anywhere) for pair in sharding.copied]
     terms = zeros_for(gradients.absent, sharding, flags)
+    where_of = dict(zip(sharding.positions, sharding.where, strict=True))
+    for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
+        where_of[at] = where(getattr(parameter, "_spec", None))
+    # Buffers of FlatGradients in place of their views.
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
         shard, at = gradients.shard(index), gradients.position(index)
         if shard.sums_over:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             terms.append(PartialSum(at, real, tensor.is_complex(), shard))
-    where_of = dict(zip(sharding.positions, sharding.where, strict=True))
-    for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
-        where_of[at] = where(getattr(parameter, "_spec", None))
-    return [
-        (at, where_of[at], shard.weight, torch.view_as_complex(tensor) if pairs else tensor)
-        for at, tensor, pairs, shard in sums_of(terms, sharding)
-    ]
+        else:
+            shards.append((at, where_of[at], shard.weight, tensor))
+    for at, tensor, pairs, shard in sums_of(terms, sharding):
+        whole = torch.view_as_complex(tensor) if pairs else tensor
+        shards.append((at, where_of[at], shard.weight, whole))
+    return shards
 
 
 def _alike(a: float, b: float) -> bool:
@@ -313,16 +305,8 @@ def _alike(a: float, b: float) -> bool:
 
 def _combined(terms: Sequence[tuple[float, float]], norm_type: float) -> float:
     """The norm of norms, each of which counts by its weight."""
-    norms = [norm for norm, weight in terms if weight]
-    if any(map(math.isnan, norms)):
-        return math.nan
-    if math.isinf(norm_type):
-        return max(norms, default=0.0) if norm_type > 0 else min(norms, default=0.0)
-    if norm_type == 0:
-        return round(math.fsum(norm * weight for norm, weight in terms))
-    largest = max(norms, default=0.0)
-    if not 0 < largest < math.inf:
-        return largest
-    powers = math.fsum(weight * (norm / largest) ** norm_type for norm, weight in terms if weight)
-    root: float = powers ** (1 / norm_type)
-    return largest * root
+    # Powers of norms, or counts, are weighted; of extremes nothing is.
+    exponent = 0.0 if math.isinf(norm_type) else 1 / (norm_type or 1)
+    norms = [norm * weight**exponent for norm, weight in terms if weight]
+    norm = combine_numbers(norms, norm_type) if norms else 0.0
+    return norm if norm_type else round(norm)

@@ -250,8 +250,30 @@ class ShardedGradients(Gradients):
     def check(self, rule: Rule) -> None:
         """As of :class:`Gradients`; a shard may not be all that the rule needs."""
         super().check(rule)
-        if self.plan is not None:
-            _refuse_shards(self, rule)
+        if self.plan is None:
+            return
+        if rule.clamps and any(shard.sums_over for shard in self.sharding.shards):
+            sums = [i for i in range(len(self.tensors)) if self.shard(i).sums_over]
+            raise TypeError(
+                f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
+                f"the gradients of {self.labels(sums)} are DTensors with a Partial "
+                "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
+            )
+        if rule.per_unit and self.tensors:
+            _refuse_split(self)
+        if rule.per_gradient and not self.sharding.one_list:
+            raise ValueError(
+                f"{rule.name} measures each gradient, and process_group does not say which "
+                "tensors of its processes are pieces of one; expected DTensors without "
+                "process_group, or a rule with one norm"
+            )
+        if rule.spectral:
+            raise TypeError(
+                f"{rule.name} takes whole matrices, and some parameters are DTensors: a shard has "
+                "other singular values than its matrix; expected plain tensors, as "
+                "DistributedDataParallel has them: clip by ClipByNorm, which knows shards, or "
+                "gather each gradient with full_tensor() for functional.clip_by_spectral_norm"
+            )
 
     def verify_agreement(
         self,
@@ -306,7 +328,6 @@ class ShardedGradients(Gradients):
         return norms
 
     def measure_all(self, kinds: Sequence[Norm], grad_scale: float | Tensor) -> list[Norms]:
-        """As of :class:`Gradients`, but beside each other."""
         if not self._is_reduced:
             return super().measure_all(kinds, grad_scale)
         return self._measure(kinds, grad_scale)
@@ -327,7 +348,6 @@ class ShardedGradients(Gradients):
         return norms
 
     def ask_limit(self, rule: Rule, measured: Norms) -> Rule:
-        """As of :class:`Gradients`."""
         if self._is_reduced and agreement.has_user_limit(rule):
             rule = bound = agreement.limited(rule)
             agreement.ask_limits([(bound, measured)])
@@ -342,8 +362,7 @@ class ShardedGradients(Gradients):
 
     def shard(self, index: int) -> LocalShard:
         """The shard of the gradient at an index."""
-        kept_index = index if self.distinct is None else self.distinct[index]
-        return self.sharding.shards[kept_index]
+        return self.sharding.shards[index if self.distinct is None else self.distinct[index]]
 
     def position(self, index: int) -> int:
         """The position of a gradient among the parameters that are to be clipped."""
@@ -363,35 +382,9 @@ class ShardedGradients(Gradients):
         )
 
     def finish_writing(self, *, wrote: bool = True) -> None:
-        """As of :class:`Gradients`; also counts versions of DTensors."""
         super().finish_writing(wrote=wrote)
         if self.wrappers and wrote:
             torch.autograd.graph.increment_version(self.wrappers)
-
-
-def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
-    if rule.clamps and any(shard.sums_over for shard in gradients.sharding.shards):
-        sums = [i for i in range(len(gradients.tensors)) if gradients.shard(i).sums_over]
-        raise TypeError(
-            f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
-            f"the gradients of {gradients.labels(sums)} are DTensors with a Partial "
-            "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
-        )
-    if rule.per_unit and gradients.tensors:
-        _refuse_split(gradients)
-    if rule.per_gradient and not gradients.sharding.one_list:
-        raise ValueError(
-            f"{rule.name} measures each gradient, and process_group does not say which "
-            "tensors of its processes are pieces of one; expected DTensors without process_group, "
-            "or a rule with one norm"
-        )
-    if rule.spectral:
-        raise TypeError(
-            f"{rule.name} takes whole matrices, and some parameters are DTensors: a shard has "
-            "other singular values than its matrix; expected plain tensors, as "
-            "DistributedDataParallel has them: clip by ClipByNorm, which knows shards, or gather "
-            "each gradient with full_tensor() for functional.clip_by_spectral_norm"
-        )
 
 
 def _refuse_split(gradients: ShardedGradients) -> None:

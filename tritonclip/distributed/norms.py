@@ -10,7 +10,7 @@ anything is written. On an accelerator the others have the norm NaN, as for a Na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,8 +26,11 @@ from tritonclip.distributed.reduction import (
     CachedIntegers,
     Exchange,
     MeasuredShards,
+    NormReduction,
+    Reduction,
     Rejected,
     ShardGroup,
+    Sums,
 )
 from tritonclip.distributed.shards import shard_of
 from tritonclip.engine.arguments import needs_clip
@@ -53,21 +56,15 @@ class ReducedNorms(Norms):
     is_checked: ClassVar[bool] = True
 
     def norm(self) -> Tensor:
-        """The norm before clipping, or one for each parameter's gradient."""
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
     def without_scale(self) -> Norms:
-        """The same norms, for a write that leaves the loss scale in the gradients."""
         reduced = unscaled(self.reduced, self.norm_type, self.grad_scale)
         return replace(Norms.without_scale(self), reduced=reduced)  # type: ignore[call-arg]
 
     def _parts(self) -> None:
         """None: a state has the same bits in processes without gradients."""
-
-    def norm_here(self) -> Tensor:
-        """The norm, 0-d, or that of each gradient here, 1-d."""
-        return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """The norm of each gradient here.
@@ -78,7 +75,6 @@ class ReducedNorms(Norms):
 
     @property
     def n_norms(self) -> int:
-        """The number of norms."""
         return len(self.reduced)
 
     def here(self, values: Tensor) -> Tensor:
@@ -138,8 +134,7 @@ def exchange(
             measure_sums, reduction.sharding, absent, sums, norm_type, per_gradient
         )
     reduced = yield from _reduced_norm(
-        gradients,
-        partial(reduction.norm, shard_norms, norm_type, each=per_gradient, sums=measure_own_sums),
+        gradients, reduction, shard_norms, norm_type, each=per_gradient, sums=measure_own_sums
     )
     if replicas is not None:
         replicas.check(reduced, each=per_gradient)
@@ -176,12 +171,10 @@ def _exchange_of_units(
     # Weights stand below the n gradients.
     for batch, norms, shards in groups:
         below = CachedIntegers([n + position for position in shards.positions.numbers])
-        measured.append((batch.weight_norms_each(norms), ShardGroup(shards.shard, below)))
+        measured.append((batch.norms_each(norms.flip(0)), ShardGroup(shards.shard, below)))
     measured += _absent_weights(gradients, n, device)
     doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
-    reduced = yield from _reduced_norm(
-        gradients, partial(doubled.norm, measured, norm_type=2.0, each=True)
-    )
+    reduced = yield from _reduced_norm(gradients, doubled, measured, 2.0, each=True)
     partials = []
     for batch, norms, shards in groups:
         positions = shards.positions.on(device)
@@ -207,17 +200,23 @@ def _absent_weights(
 
 
 def _reduced_norm(
-    gradients: ShardedGradients, norm: Callable[..., Exchange[Tensor]]
+    gradients: ShardedGradients,
+    reduction: Reduction,
+    measured: Sequence[MeasuredShards],
+    norm_type: float,
+    *,
+    each: bool,
+    sums: Sums | None = None,
 ) -> Exchange[Tensor]:
     """Runs a reduction of norms, which a process may enter with a rejected list.
 
     Raises the error of the process that rejects its gradients.
     """
-    plan = gradients.plan
+    plan, rejected = gradients.plan, gradients.error is not None
     assert plan is not None
-    rejected = gradients.error is not None
+    norm = NormReduction(reduction, norm_type, plan.device, gradients.device, each, sums, rejected)
     try:
-        return (yield from norm(device=plan.device, home=gradients.device, rejected=rejected))
+        return (yield from norm.run(measured))
     except Rejected:
         # Of which one process has the reason.
         pass

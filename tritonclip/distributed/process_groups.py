@@ -117,12 +117,17 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
     ValueError for meshes that overlap in part, and for a group that cuts through them.
     """
     from torch import distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
     here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
     groups, members, inner = _union(here)
     if process_group is None:
         return Domain(groups, inner, inner, groups, _uncovered(meshes, members, inner))
-    chain, outer = _chain_of(process_group)
+    if isinstance(process_group, DeviceMesh):
+        chain, outer = _groups_of(process_group), _ranks_of(process_group)
+    else:
+        chain = (process_group,)
+        outer = frozenset(dist.get_process_group_ranks(process_group))
     if members <= outer:
         return Domain(chain if len(outer) > 1 else (), len(outer), inner, groups)
     if outer & members == {dist.get_rank()}:
@@ -136,16 +141,6 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
 
 def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
-
-
-def _chain_of(group: Any) -> tuple[tuple[ProcessGroup, ...], frozenset[int]]:
-    """The groups of the user's argument, and the processes that they reach."""
-    from torch import distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(group, DeviceMesh):
-        return _groups_of(group), _ranks_of(group)
-    return (group,), frozenset(dist.get_process_group_ranks(group))
 
 
 def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:

@@ -15,7 +15,7 @@ may yield another. `run_exchanges` runs several side by side: requests that are 
 buffer. All processes serve them in one order, because the requests of an exchange are the same
 whichever gradients a process has.
 
-    run_exchanges([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
+    run_exchanges([NormReduction(...).run(measured), ...])   one SUM, at most one MAX
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from tritonclip.backends.operators import MOST_IN_FLOAT64
 from tritonclip.distributed.process_groups import Domain, all_reduce
 from tritonclip.distributed.shards import LocalShard, Sharding
-from tritonclip.modes import outside_inference
+from tritonclip.rules.state import upload
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,9 +50,7 @@ class CachedIntegers:
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
         """The integers, 1-d."""
         if (device, dtype) not in self._on:
-            # Never an inference tensor, which belongs to one mode.
-            uploaded = outside_inference(torch.tensor)
-            self._on[device, dtype] = uploaded(self.numbers, dtype=dtype, device=device)
+            self._on[device, dtype] = upload(self.numbers, dtype, device)
         return self._on[device, dtype]
 
 
@@ -70,21 +68,6 @@ MeasuredShards = tuple[Tensor, ShardGroup]
 
 # A flag of maxima; 1 and 2 are for inf and NaN.
 REJECTED = 3.0
-
-
-def powers_of(norms: Tensor, norm_type: float, *, total: bool) -> Tensor:
-    """norm**p, a row each, or one row of their sum; inf or 0 beyond the range of float64."""
-    if norm_type == 2 and total:
-        return torch.dot(norms, norms).reshape(1, 1)
-    powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
-    return powers.sum(0, keepdim=True) if total and powers.shape[0] != 1 else powers
-
-
-def roots_of(sums: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row of power sums, 1-d."""
-    if norm_type == 0:
-        return sums[:, 0].round()
-    return (sums.sqrt() if norm_type == 2 else sums.pow(1 / norm_type))[:, 0]
 
 
 def extreme_of(rows: Tensor, sign: float) -> Tensor:
@@ -175,7 +158,7 @@ Sums = Callable[[Tensor], list[MeasuredShards]]
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """Makes norms of shards the norms of whole gradients; kept by a plan.
+    """How the shards of a list lie, for reductions of their norms; kept by a plan.
 
     Attributes:
         sharding: of the list.
@@ -189,41 +172,25 @@ class Reduction:
     positions: CachedIntegers
     flags: CachedIntegers
 
-    def norm(
-        self,
-        measured: Sequence[MeasuredShards],
-        norm_type: float,
-        device: torch.device,
-        home: torch.device,
-        *,
-        each: bool,
-        sums: Sums | None = None,
-        rejected: bool = False,
-    ) -> Exchange[Tensor]:
-        """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
-
-        `measured` has partial norms of some gradients, or with `each` their norms; float64. `sums`
-        measures Partial gradients, which are not among them; None where there can be none. Numbers
-        travel from `home`, the device of the first parameter. A process that `rejected` its
-        gradients measured none: on a CPU every process then raises `Rejected`, elsewhere the norm
-        is NaN.
-        """
-        flat = [(n.reshape(-1).to(device), group) for n, group in measured]
-        norm = _Norm(self, norm_type, device, home, each, sums, rejected)
-        if math.isinf(norm_type):
-            return (yield from norm.extreme(flat))
-        if norm_type > MOST_IN_FLOAT64:
-            return (yield from norm.by_largest(flat))
-        return (yield from norm.by_powers(flat))
-
 
 class Rejected(Exception):
     """Some process of the domain rejects its gradients."""
 
 
 @dataclass(slots=True)
-class _Norm:
-    """One reduction of norms."""
+class NormReduction:
+    """One reduction of the norm of all gradients, or of each.
+
+    Attributes:
+        reduction: of the plan.
+        norm_type: p of the p-norm.
+        device: of the norm.
+        home: of the first parameter, from which numbers travel.
+        each: the norm of each parameter's gradient.
+        sums: measures Partial gradients; None where there can be none.
+        rejected: this process rejects its gradients, and measured none. On a CPU every process then
+            raises `Rejected`, elsewhere the norm is NaN.
+    """
 
     reduction: Reduction
     norm_type: float
@@ -246,18 +213,37 @@ class _Norm:
     def _n_rows(self) -> int:
         return self._sharding.n_parameters if self.each else 1
 
-    def by_powers(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
-        """The root of sums of powers."""
+    def run(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
+        """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
+
+        `measured` has partial norms of gradients that are not Partial, or with `each` their norms;
+        float64.
+        """
+        measured = [(n.reshape(-1).to(self.device), group) for n, group in measured]
+        if math.isinf(self.norm_type):
+            return (yield from self._extreme(measured))
+        if self.norm_type > MOST_IN_FLOAT64:
+            return (yield from self._by_largest(measured))
+        return (yield from self._by_powers(measured))
+
+    def _by_powers(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
+        p = self.norm_type
+
+        def powers_of(norms: Tensor) -> Tensor:
+            if p == 2 and not self.each:
+                return torch.dot(norms, norms).reshape(1, 1)
+            powers = (norms if p == 0 else norms.pow(p)).reshape(-1, 1)
+            return powers if self.each or len(powers) == 1 else powers.sum(0, keepdim=True)
 
         def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
-            total = not self.each
-            rows = [powers_of(norm, self.norm_type, total=total) for norm, _ in measured]
-            return self._weighted(rows, measured)
+            return self._weighted([powers_of(norms) for norms, _ in measured], measured)
 
         sums, _ = yield from self._everyones(rows_of, measured, largest=False)
-        return roots_of(sums, self.norm_type)
+        if p == 0:
+            return sums[:, 0].round()
+        return (sums.sqrt() if p == 2 else sums.pow(1 / p))[:, 0]
 
-    def by_largest(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
+    def _by_largest(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
         rows_of = partial(self._extremes, sign=1.0)
         found, measured = yield from self._everyones(rows_of, measured, largest=True, early=True)
@@ -276,8 +262,7 @@ class _Norm:
         total = yield from self._reduced(total, self._sharding.domain.groups)
         return scale * total[:, 0].pow(1 / self.norm_type)
 
-    def extreme(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
-        """The largest or the smallest of norms."""
+    def _extreme(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         sign = 1.0 if self.norm_type > 0 else -1.0
         rows_of = partial(self._extremes, sign=sign)
         rows, _ = yield from self._everyones(rows_of, measured, largest=True)

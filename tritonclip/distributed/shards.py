@@ -186,7 +186,14 @@ def sharding_of(
         shard_of_spec(grad_specs[i], n_copies[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
         for i in positions
     )
-    copied = _copied(specs)
+    # The same in all processes of a list.
+    copied = tuple(
+        (at, dim)
+        for at, spec in enumerate(specs)
+        if (mesh := mesh_of(spec)) is not None
+        for dim, placement in enumerate(spec.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    )
     return Sharding(
         domain=domain,
         shards=shards,
@@ -203,17 +210,6 @@ def sharding_of(
         wide=not WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
         mixed=any(grad_specs[i] is None for i in positions),
-    )
-
-
-def _copied(specs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """The dimensions that parameters are copied along; the same in all processes of a list."""
-    return tuple(
-        (at, dim)
-        for at, spec in enumerate(specs)
-        if (mesh := mesh_of(spec)) is not None
-        for dim, placement in enumerate(spec.placements)
-        if placement.is_replicate() and mesh.size(dim) > 1
     )
 
 
@@ -244,9 +240,7 @@ def mesh_of(spec: Any) -> Any:
 
 def dtype_of(spec: Any) -> torch.dtype | None:
     """The dtype of a parameter, where it is known."""
-    if isinstance(spec, torch.dtype):
-        return spec
-    return getattr(getattr(spec, "tensor_meta", None), "dtype", None)
+    return spec if isinstance(spec, torch.dtype) else getattr(spec.tensor_meta, "dtype", None)
 
 
 def dtensor_class() -> Any:
@@ -323,18 +317,25 @@ def local_shards(
     reduced over, and for a wrong number of copies.
     """
     dtensor = dtensor_class()
-    # Of plain parameters the dtype: a spec has it.
-    specs = _specs(parameters)
-    if specs is None:
+    try:
+        specs: list[Any] = list(map(_get_spec, parameters))
+    except AttributeError:
+        # Of plain parameters the dtype: a spec has it.
         specs = [p._spec if isinstance(p, dtensor) else p.dtype for p in parameters]
-    grad_specs = _specs(grads)
-    if grad_specs is None:
+    try:
+        grad_specs: list[Any] = list(map(_get_spec, grads))
+    except AttributeError:
         # False where there is no gradient, None where it is plain.
         grad_specs = [
             g._spec if isinstance(g, dtensor) else False if g is None else None for g in grads
         ]
     user = processes or _NOBODY
-    n_copies = _numbers_of_copies(parameters, user.copies)
+    copies: Any = user.copies
+    if copies is None:
+        n_copies: list[int | None] = [None] * len(parameters)
+    else:
+        find = copies.get if isinstance(copies, Mapping) else copies
+        n_copies = [find(parameter) for parameter in parameters]
     ends = [_placing_of(spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     cached = _cache.get(key)
@@ -364,14 +365,6 @@ def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def _numbers_of_copies(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
-    """The user's numbers of processes."""
-    if copies is None:
-        return [None] * len(parameters)
-    find = copies.get if isinstance(copies, Mapping) else copies
-    return [find(parameter) for parameter in parameters]
-
-
 def _alike(a: Any, b: Any) -> bool:
     """Whether two specs place a tensor alike; meshes are compared by identity, for their groups."""
     if a is b:
@@ -394,14 +387,6 @@ def _keep(key: tuple[object, ...], cached: _CachedSharding) -> None:
         except KeyError:
             # Emptied by another thread.
             break
-
-
-def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
-    """The specs of DTensors; None where others are among them."""
-    try:
-        return list(map(_get_spec, tensors))
-    except AttributeError:
-        return None
 
 
 def _shards_of(

@@ -74,7 +74,6 @@ class Norms:
         )
 
     def numbers(self) -> float | list[float] | None:
-        """`norm` in numbers, where the host decides; None where it would wait for the device."""
         plan = self.plan
         if not choose.host_decides(plan.device):
             return None
@@ -89,11 +88,9 @@ class Norms:
 
     @property
     def device(self) -> torch.device:
-        """Of the norm."""
         return self.plan.device
 
     def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Limit and values after these norms: on a GPU by one launch."""
         return adaptive.advance(rule, values, rows, self.norm, self._parts())
 
     def _parts(self) -> adaptive.Parts | None:
@@ -105,7 +102,7 @@ class Norms:
 
     def norm_here(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""
-        return self.norm()
+        return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""
@@ -161,7 +158,6 @@ class Norms:
         return self.gradients.tensors
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """The positions of the gradients among the parameters, and the number of parameters."""
         return self.gradients.positions(), self.gradients.n_parameters
 
 
@@ -209,14 +205,16 @@ def _measure_groups(
         tensors, addresses = gradients.of_group(group.indices)
         moduli = batch = group.layout.bind(tensors, addresses)
         if group.pairs and norm_type != 2.0:
-            # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
-            # others.
-            layout = torch_layout(group.device) if per_gradient else group.layout
-            layout.dtype = plan.dtype
-            batch = layout.bind(tensors, addresses)
-            magnitudes = [moduli_of(tensor) for tensor in tensors]
-            measuring = torch_layout(group.device) if per_gradient else layout_of(magnitudes)
-            moduli = measuring.bind(magnitudes, None)
+            magnitudes = list(map(moduli_of, tensors))
+            if per_gradient:
+                # Kernels find the norm of a gradient by the chunks that they write to, and moduli
+                # have others.
+                layout = torch_layout(group.device)
+                layout.dtype = plan.dtype
+                batch = layout.bind(tensors, addresses)
+            else:
+                layout = layout_of(magnitudes)
+            moduli = layout.bind(magnitudes, None)
         batches.append(batch)
         measured = moduli.norm(norm_type, per_gradient=per_gradient)
         if plan.empty:
