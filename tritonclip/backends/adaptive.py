@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,19 +39,13 @@ def advance(
 ) -> tuple[Tensor, Tensor]:
     """The limit for measured norms, and all values after them; see `rules.rule.Measured`.
 
-    Args:
-        rule: any.
-        values: its state.
-        rows: int64, of the norms; None for all in order.
-        norm: returns the norm, 0-d, or that of each gradient, 1-d.
-        parts: of which a kernel puts the norm together, which saves the launch of `norm`; None
-            where the norm is there, or not of all gradients.
+    `norm` returns them. A kernel puts the norm together from `parts`, which saves the launch of
+    `norm`; None where the norm is there, or not of all gradients.
     """
-    in_kernel = rule.in_kernel()
-    each = in_kernel is not None and in_kernel[0] == "own_history"
+    each = rule.in_kernel[:1] == ("own_history",)
     # Operators raise for the values of another rule.
     if (
-        in_kernel is None
+        not rule.in_kernel
         or values.dim() != 1 + each
         or choose.backend_name(values.device, torch.float64) != "triton"
     ):
@@ -60,10 +55,12 @@ def advance(
         limit, after = advanced(rule, values[rows], norms)
         return limit, values.index_copy(0, rows, after)
     after = torch.empty_like(values) if rows is None else values.clone()
-    triton, (name, numbers) = importlib.import_module("tritonclip.backends.triton"), in_kernel
+    triton, (name, *names) = importlib.import_module("tritonclip.backends.triton"), rule.in_kernel
+    numbers = [getattr(rule, name) for name in names]
+    numbers += [0.0] * (3 - len(names)) + [getattr(rule, "max_norm", math.inf)]
     if each:
         return triton.advance_each(numbers, values, after, rows, norm()), after
     if parts is None:
         whole = norm()
-        parts = Parts(whole, whole.dtype, torch.inf, 1.0)
+        parts = Parts(whole, whole.dtype, math.inf, 1.0)
     return triton.advance(name, numbers, values, after, *parts), after

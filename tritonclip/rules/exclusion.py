@@ -50,11 +50,9 @@ class ExcludingRule(Rule):
 
     @property
     def excludes(self) -> int:
-        """The number of excluded parameters."""
         return len(self.exclude)
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether each of these parameters is excluded."""
         if not len(self.exclude):
             # A graph that asks for an id serves no other parameter.
             return [False] * len(parameters)

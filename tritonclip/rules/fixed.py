@@ -25,7 +25,6 @@ from tritonclip.rules.rule import (
     Measured,
     Rule,
     checked,
-    needs_state,
     number_of,
     rule,
 )
@@ -55,8 +54,7 @@ class ClipByGlobalNorm(_ClipNorm):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> rule = tritonclip.ClipByGlobalNorm(1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByGlobalNorm(1.0))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -95,8 +93,7 @@ class ClipByNorm(_ClipNorm):
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> bias = torch.nn.Parameter(torch.tensor(0.1))
         >>> inner = torch.optim.SGD([weight, bias], lr=1.0)
-        >>> rule = tritonclip.ClipByNorm(1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByNorm(1.0))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     ((weight * weight).sum() + bias * bias).backward()
@@ -107,8 +104,7 @@ class ClipByNorm(_ClipNorm):
     Args:
         max_norm: the largest norm of a gradient after clipping; 0 or more, inf clips nothing.
             Or a function of the step; :class:`ClipState` has an example.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements.
+        norm_type: the order of the norm, as for :class:`ClipByGlobalNorm`.
         eps: added to the norm; 1e-6 as in torch. With 0, as in Paddle and TensorFlow, a gradient
             whose norm equals `max_norm` does not change.
 
@@ -135,8 +131,7 @@ class ClipByRMS(Rule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> rule = tritonclip.ClipByRMS(1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByRMS(1.0))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -167,11 +162,9 @@ class ClipByRMS(Rule):
     per_gradient: ClassVar[bool] = True
 
     def limit(self, measured: Measured) -> Tensor:
-        """`max_rms` times the square root of the number of elements."""
-        if callable(self.max_rms):
-            raise needs_state(self.name)
+        max_rms = number_of(self, "max_rms")
         # inf * 0 would be NaN: a gradient without elements has the norm 0.
-        return measured.sizes().clamp(min=1).sqrt() * self.max_rms
+        return measured.sizes().clamp(min=1).sqrt() * max_rms
 
 
 class Bounds(dict[torch.dtype, tuple[float, float]]):
@@ -205,8 +198,7 @@ class ClipByValue(Rule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.1]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> rule = tritonclip.ClipByValue(0.5)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByValue(0.5))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -275,12 +267,10 @@ class ClipByValue(Rule):
 
     @property
     def keeps_zero(self) -> bool:
-        """Whether the bounds include 0."""
         low, high = self.interval()
         return low <= 0 <= high
 
     def interval(self) -> tuple[float, float]:
-        """`min` and `max`."""
         return number_of(self, "min"), number_of(self, "max")
 
 

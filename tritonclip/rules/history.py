@@ -20,7 +20,7 @@ from tritonclip.rules.arguments import (
     as_number,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, counts, rule
 
 
 @rule(
@@ -88,6 +88,7 @@ class ClipByOwnHistory(AdaptiveRule):
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
+    in_kernel: ClassVar[tuple[str, ...]] = ("own_history", "ratio", "decay", "warmup")
 
     def start(self) -> Sequence[float]:
         """The average, inf before the first norm, and the number of norms."""
@@ -111,17 +112,11 @@ class ClipByOwnHistory(AdaptiveRule):
 
     def accepts(self, state: Tensor) -> bool:
         """Positive averages."""
-        return bool((state[..., 0] > 0).all()) and host_loops.are_counts(state[..., 1])
-
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
-        """Its numbers."""
-        assert isinstance(self.max_norm, float)
-        return "own_history", (self.ratio, self.decay, float(self.warmup), self.max_norm)
+        return bool((state[..., 0] > 0).all()) and are_counts(state[..., 1])
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float | list[float], array[float]]:
-        """As `advance`."""
         assert isinstance(norm, list)
         assert isinstance(self.max_norm, float)
         if not host_loops.has_extension:
@@ -131,5 +126,6 @@ class ClipByOwnHistory(AdaptiveRule):
             # Which hypot may lose.
             total = math.hypot(*norm)
         share = self.max_norm / total if total else math.nan
-        numbers = self.ratio, self.decay, self.warmup, self.max_norm
-        return host_loops.averages_after(state, norm, share, *numbers)
+        numbers, after = (self.ratio, self.decay, self.warmup, self.max_norm), state[:]
+        address, _ = after.buffer_info()
+        return host_loops.advance_averages(address, norm, share, *numbers), after

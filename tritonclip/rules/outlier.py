@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import as_count, as_positive
-from tritonclip.rules.quantile import entered
+from tritonclip.rules.quantile import are_windows, entered
 from tritonclip.rules.rule import Adaptive, checked, rule
 
 # Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
@@ -64,8 +64,7 @@ class Outlier(Adaptive):
 
     # What enters a window is finite, and greater than this.
     _below: ClassVar[float] = 0.0
-    # Of `in_kernel`.
-    _kind: ClassVar[str] = "outlier"
+    in_kernel: ClassVar[tuple[str, ...]] = ("outlier", "sigmas")
 
     def start(self) -> Sequence[float]:
         """An empty window, and the number of norms, 0."""
@@ -73,36 +72,29 @@ class Outlier(Adaptive):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
-        return self._limit(state), entered(state, norm, norm.isfinite() & (norm > self._below))
-
-    def _limit(self, state: Tensor) -> Tensor:
-        """The largest number that is no outlier."""
         is_filled = ~state[:-1].isnan()
         n = is_filled.sum()
         mean = torch.where(is_filled, state[:-1], 0.0).sum() / n
         squares = torch.where(is_filled, state[:-1] - mean, 0.0).square().sum()
         deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean.abs())
         limit = mean + self.sigmas * deviation
-        return torch.where(n >= self.window // 2, limit, math.inf)
+        limit = torch.where(n >= self.window // 2, limit, math.inf)
+        return limit, entered(state, norm, norm.isfinite() & (norm > self._below))
 
     def accepts(self, state: Tensor) -> bool:
         """A window of numbers that may enter it."""
-        return host_loops.are_windows(state, self._below)
-
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
-        """Its numbers."""
-        return self._kind, (self.sigmas, 0.0, 0.0, math.inf)
+        return are_windows(state, self._below)
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float | list[float], array[float]]:
-        """As `advance`."""
         assert isinstance(norm, float)
         if not host_loops.has_extension:
             return Adaptive.advance_on_host(self, state, norm)
         limit, n = math.inf, int(state[-1])
         if n >= self.window // 2:
-            mean, deviation = host_loops.moments_of(state, min(n, self.window))
+            address, _ = state.buffer_info()
+            mean, deviation = host_loops.mean_and_deviation(address, min(n, self.window))
             limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
         if self._below < norm < math.inf:
             state = state[:]
@@ -116,4 +108,4 @@ class LossOutlier(Outlier):
     """The test of :class:`Outlier` for losses, which may be negative or 0."""
 
     _below: ClassVar[float] = -math.inf
-    _kind: ClassVar[str] = "loss"
+    in_kernel: ClassVar[tuple[str, ...]] = ("loss", "sigmas")

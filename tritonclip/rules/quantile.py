@@ -19,8 +19,7 @@ from tritonclip.rules.arguments import (
     as_limit_or_schedule,
     as_norm_type,
 )
-from tritonclip.rules.host_loops import are_windows
-from tritonclip.rules.rule import AdaptiveRule, bounded, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, counts, rule
 
 _ARGUMENTS = {"q": "quantile", "percentile clip_percentile percentile_clipping": "quantile=0.1"}
 
@@ -51,14 +50,14 @@ class _ByQuantile(AdaptiveRule):
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float | list[float], array[float]]:
-        """As `advance`."""
         assert isinstance(self.max_norm, float)
         if not host_loops.has_extension:
             return AdaptiveRule.advance_on_host(self, state, norm)
         norms = norm if isinstance(norm, list) else [norm]
-        numbers = self.quantile, self.window, self.max_norm
-        limits, state = host_loops.quantiles_after(state, norms, *numbers)
-        return limits if isinstance(norm, list) else limits[0], state
+        numbers, after = (self.quantile, self.window, self.max_norm), state[:]
+        address, _ = after.buffer_info()
+        limits = host_loops.advance_quantiles(address, norms, *numbers)
+        return limits if isinstance(norm, list) else limits[0], after
 
 
 @rule("ClipByQuantile(0.9)", _ARGUMENTS, ["AutoClip"])
@@ -77,8 +76,7 @@ class ClipByQuantile(_ByQuantile):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> rule = tritonclip.ClipByQuantile(0.5)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByQuantile(0.5))
         >>> for size in (1.0, 1.0, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()
@@ -91,8 +89,7 @@ class ClipByQuantile(_ByQuantile):
         window: the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
         max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
             example.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements.
+        norm_type: the order of the norm, as for :class:`ClipByGlobalNorm`.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
@@ -108,10 +105,7 @@ class ClipByQuantile(_ByQuantile):
 
     norm_type: float = checked(as_norm_type, default=2.0)
 
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
-        """Its numbers."""
-        assert isinstance(self.max_norm, float)
-        return "quantile", (self.quantile, 0.0, 0.0, self.max_norm)
+    in_kernel: ClassVar[tuple[str, ...]] = ("quantile", "quantile")
 
 
 @rule("ClipByOwnQuantile(0.9)", {**_ARGUMENTS, "percentile percentile_clipping": "quantile=0.05"})
@@ -130,8 +124,7 @@ class ClipByOwnQuantile(_ByQuantile):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> rule = tritonclip.ClipByOwnQuantile(0.5)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByOwnQuantile(0.5))
         >>> for size in (1.0, 1.0, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()
@@ -167,6 +160,17 @@ class ClipByOwnQuantile(_ByQuantile):
     window: int = checked(partial(as_count, least=1), default=100)
 
     per_gradient: ClassVar[bool] = True
+
+
+def are_windows(rows: Tensor, least: float = 0.0) -> bool:
+    """Whether each row is a window, and the count of what entered it: as many slots are filled.
+
+    Rows are float64[..., window + 1]; `least` is below everything that may have entered.
+    """
+    slots, n = rows[..., :-1], rows[..., -1:]
+    filled = torch.arange(slots.shape[-1]) < n
+    fits = torch.where(filled, slots.isfinite() & (slots > least), slots.isnan())
+    return bool(fits.all()) and are_counts(n)
 
 
 def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:

@@ -254,10 +254,7 @@ class Rule(_Checked):
 
     def at(self, step: int) -> Rule:
         """The rule of a step: functions of the step are replaced by their values."""
-        for name in self.schedules:
-            if callable(getattr(self, name)):
-                break
-        else:
+        if not any(callable(getattr(self, name)) for name in self.schedules):
             return self
         fields = {name: getattr(self, name) for name in self.__match_args__}
         for name in self.schedules:
@@ -295,6 +292,9 @@ class Adaptive(_Checked):
     """
 
     __slots__ = ()
+    # The branch of `tritonclip.kernels.adaptive` that does the same by one launch, and the names of
+    # its numbers, at most three; () where none does.
+    in_kernel: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         """Drops other forms of `advance` where a class or mixin overrides it.
@@ -334,13 +334,6 @@ class Adaptive(_Checked):
     def accepts(self, state: Tensor) -> bool:
         """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
         return True
-
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
-        """A kind of `tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
-
-        One launch then does what `advance` does. None where no kernel does.
-        """
-        return None
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
@@ -404,7 +397,6 @@ class AdaptiveRule(Adaptive, Rule):
 
     @property
     def fixed(self) -> bool:
-        """Never."""
         return False
 
 
@@ -428,6 +420,11 @@ def needs_state(name: str) -> ValueError:
 def counts(norm: Tensor) -> Tensor:
     """Whether norms may enter a state: those that are finite and not 0."""
     return torch.isfinite(norm) & (norm > 0)
+
+
+def are_counts(numbers: Tensor) -> bool:
+    """Whether all numbers may be counts of norms."""
+    return bool(((numbers >= 0) & numbers.isfinite() & (numbers == numbers.floor())).all())
 
 
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:

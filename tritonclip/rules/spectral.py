@@ -29,8 +29,7 @@ class ClipBySpectralNorm(ExcludingRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 0.25]]))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> rule = tritonclip.ClipBySpectralNorm(1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipBySpectralNorm(1.0))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -81,10 +80,8 @@ class ClipBySpectralNorm(ExcludingRule):
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
 
     def limit(self, measured: Measured) -> float:
-        """`max_norm`."""
         return number_of(self, "max_norm")
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The arguments before `exclude`."""
         return number_of(self, "max_norm"), float(self.soft)

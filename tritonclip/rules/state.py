@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
@@ -62,8 +62,7 @@ class ClipState:
         self._is_loaded, self._known_rule = False, None
         # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
-        self._list: list[Tensor] = []
-        self._ids: tuple[int, ...] = ()
+        self._list: Sequence[Tensor] = ()
         # The row of a parameter before its first norm.
         self._start: Sequence[float] | None = None
         # Positions of gradients on the device, under the device and the positions.
@@ -73,19 +72,6 @@ class ClipState:
     def steps(self) -> int:
         """The number of calls so far."""
         return self._steps
-
-    def follow(self, rule: Rule) -> BoundRule:
-        """The rule of the next call, which is not left out unless it raises before it writes.
-
-        Raises:
-            ValueError: the state remembers norms for a rule of another kind.
-        """
-        if not self.remembers(rule):
-            raise ValueError(
-                f"this state remembers norms for {self._kind}, got the rule {kind_of(rule)}; "
-                "expected the rule of its first call: make a new ClipState() for another rule"
-            )
-        return BoundRule(rule.at(self._steps), self)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """A copy of the state: `kind`, `steps`, `parameters`, and `values`, numbers or None.
@@ -158,7 +144,7 @@ class ClipState:
         self._shape = () if values is None else tuple(values.shape)
         self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
-        self._n_parameters, self._list, self._ids = state["parameters"], [], ()
+        self._n_parameters, self._list = state["parameters"], ()
 
     def remembers(self, rule: Any) -> bool:
         """Whether the state fits a rule: one that needs no norms, or is of the state's kind.
@@ -213,9 +199,13 @@ class ClipState:
         if rows is None:
             result: tuple[Any, Values] = rule.advance_on_host(values, norm)
             return result
-        width = self._shape[1]
-        limit, after = rule.advance_on_host(_picked(values, rows, width), norm)
-        return limit, _placed(after, values, rows, width)
+        width, picked, placed = self._shape[1], array("d"), values[:]
+        for row in rows:
+            picked.extend(values[row * width : (row + 1) * width])
+        limit, after = rule.advance_on_host(picked, norm)
+        for at, row in enumerate(rows):
+            placed[row * width : (row + 1) * width] = after[at * width : (at + 1) * width]
+        return limit, placed
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """ValueError for a list that is not the one that the state knows.
@@ -224,12 +214,16 @@ class ClipState:
             parameters: the first of the list; all for a rule that remembers the norm of each.
             n: the number of parameters; None for a rule that needs no norms.
         """
-        if self._list and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
-            for position, (expected, parameter) in enumerate(
-                zip(self._list, parameters, strict=False)
-            ):
-                if expected is not parameter:
-                    raise _other_parameter(position, expected, parameter)
+        if not all(map(is_, self._list, parameters)):
+            pairs = zip(self._list, parameters, strict=False)
+            at, expected, got = next((i, a, b) for i, (a, b) in enumerate(pairs) if a is not b)
+            raise ValueError(
+                f"this state belongs to another list of parameters: at position {at} expected the "
+                f"parameter of its first call, of shape {tuple(expected.shape)}, got another one, "
+                f"of shape {tuple(got.shape)}; pass the same parameters in the same order, or make "
+                "a new ClipState() for another model. If parameters were replaced, load the state "
+                "into a new one: new_state.load_state_dict(state.state_dict())"
+            )
         shape = self._shape
         n_known = shape[0] if len(shape) == 2 else self._n_parameters
         if n is not None and n_known not in (None, n):
@@ -238,41 +232,32 @@ class ClipState:
     def begin_with(self, parameters: Sequence[Tensor]) -> None:
         """Keeps the parameters by which the state knows its list."""
         # Those known have passed `check_list`.
-        if len(parameters) > len(self._ids):
-            self._list, self._ids = list(parameters), tuple(map(id, parameters))
+        if len(parameters) > len(self._list):
+            self._list = list(parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters.
-        return {**self.__dict__, "_list": [], "_ids": (), "_known_rule": None}
+        return {**self.__dict__, "_list": (), "_known_rule": None}
 
     def _values_on(
         self, device: torch.device | None, rule: Any, n: int | None, *, grows: bool
     ) -> Values:
         """The values on a device, numbers for None: one row, or one for each of n parameters."""
-        values, n_new = self._values, self._count_new(rule, n, grows=grows)
+        values, shape, n_new = self._values, self._shape, 0
+        if n is not None:
+            self.begin_as(rule)
+            n_known = shape[0] if shape else 0
+            n_new = n - n_known
+            if shape and (n_new < 0 or (n_new and not grows)):
+                raise _other_list(n_known, n)
         if values is None or n_new:
-            row = array("d", rule.start())
+            self._kind, row = kind_of(rule), array("d", rule.start())
             known = array("d") if values is None else _numbers_of(values)
             self._values = values = row if n is None else known + row * n_new
             self._shape = (len(row),) if n is None else (n, len(row))
         self._values = values = _numbers_of(values) if device is None else self._as_tensor(device)
         assert values is not None
         return values
-
-    def _count_new(self, rule: Any, n: int | None, *, grows: bool) -> int:
-        """The parameters, of n, that have no row yet; keeps the kind of the rule."""
-        shape = self._shape
-        if n is None:
-            n_new = 0
-        else:
-            self.begin_as(rule)
-            n_known = shape[0] if shape else 0
-            n_new = n - n_known
-            if shape and (n_new < 0 or (n_new and not grows)):
-                raise _other_list(n_known, n)
-        if not shape or n_new:
-            self._kind = kind_of(rule)
-        return n_new
 
     def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
         """Positions on the device; uploaded where they differ from those of the last call."""
@@ -300,16 +285,6 @@ class ClipState:
         return f"<ClipState of {self._kind or 'no norms'} after {calls}>"
 
 
-def _other_parameter(position: int, expected: Tensor, parameter: Tensor) -> ValueError:
-    return ValueError(
-        f"this state belongs to another list of parameters: at position {position} expected the "
-        f"parameter of its first call, of shape {tuple(expected.shape)}, got another one, of shape "
-        f"{tuple(parameter.shape)}; pass the same parameters in the same order, or make a new "
-        "ClipState() for another model. If parameters were replaced, load the state into a new "
-        "one: new_state.load_state_dict(state.state_dict())"
-    )
-
-
 def _other_list(expected: int | None, n: int | None) -> ValueError:
     return ValueError(
         f"this state remembers norms of {expected} parameters, got {n}; expected the parameters of "
@@ -335,13 +310,21 @@ def _is_state(state: object) -> bool:
 
 
 def follow(rule: Rule, state: object) -> BoundRule:
-    """The rule bound to the user's `state` for the next call; raises where it does not fit."""
+    """The rule bound to the user's `state` for the next call, unless that raises before it writes.
+
+    TypeError for another state, ValueError for one of another kind of rule.
+    """
     if not isinstance(state, ClipState):
         raise TypeError(
             f"state must be a ClipState, got {type(state).__name__}; make state = "
             "tritonclip.ClipState() before the loop"
         )
-    return state.follow(rule)
+    if not state.remembers(rule):
+        raise ValueError(
+            f"this state remembers norms for {state._kind}, got the rule {kind_of(rule)}; expected "
+            "the rule of its first call: make a new ClipState() for another rule"
+        )
+    return BoundRule(rule.at(state.steps), state)
 
 
 @outside_inference
@@ -368,22 +351,6 @@ def _rows_of(measured: Measured, numbering: Numbering | None) -> tuple[Sequence[
     if rows is None or positions is None:
         return rows if positions is None else positions, n
     return [rows[i] for i in positions], n
-
-
-def _picked(numbers: array[float], rows: Sequence[int], width: int) -> array[float]:
-    """The numbers of these rows."""
-    with memoryview(numbers) as view:
-        return array("d", b"".join([view[row * width : (row + 1) * width] for row in rows]))
-
-
-def _placed(
-    picked: array[float], numbers: array[float], rows: Sequence[int], width: int
-) -> array[float]:
-    """The numbers with those of these rows replaced."""
-    placed = numbers[:]
-    for at, row in enumerate(rows):
-        placed[row * width : (row + 1) * width] = picked[at * width : (at + 1) * width]
-    return placed
 
 
 class BoundRule(Rule):

@@ -29,8 +29,7 @@ class ClipByUnitNorm(ExcludingRule):
         >>> layer = torch.nn.Linear(2, 2, bias=False)
         >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.6, 0.8]]))
         >>> inner = torch.optim.SGD(layer.parameters(), lr=1.0)
-        >>> rule = tritonclip.ClipByUnitNorm(0.1)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByUnitNorm(0.1))
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (0.5 * layer.weight).sum().backward()

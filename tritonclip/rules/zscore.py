@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -20,7 +19,7 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, bounded, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, counts, rule
 
 # Added to the deviation, as in ZClip: the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
@@ -48,8 +47,7 @@ class ClipByZScore(AdaptiveRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> rule = tritonclip.ClipByZScore(warmup=2)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByZScore(warmup=2))
         >>> for size in (1.0, 1.2, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()
@@ -65,8 +63,7 @@ class ClipByZScore(AdaptiveRule):
             do not count.
         max_norm: the largest limit, also during the warm-up; 0 or more. ZClip uses 1.
             Or a function of the step; :class:`ClipState` has an example.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements.
+        norm_type: the order of the norm, as for :class:`ClipByGlobalNorm`.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
@@ -87,6 +84,7 @@ class ClipByZScore(AdaptiveRule):
     norm_type: float = checked(as_norm_type, default=2.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
+    in_kernel: ClassVar[tuple[str, ...]] = ("zscore", "threshold", "decay", "warmup")
 
     def start(self) -> Sequence[float]:
         """Mean, variance, and number of norms."""
@@ -115,12 +113,7 @@ class ClipByZScore(AdaptiveRule):
 
     def accepts(self, state: Tensor) -> bool:
         """Finite moments, which are not negative."""
-        return bool(((state >= 0) & state.isfinite()).all()) and host_loops.are_counts(state[-1])
-
-    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
-        """Its numbers."""
-        assert isinstance(self.max_norm, float)
-        return "zscore", (self.threshold, self.decay, float(self.warmup), self.max_norm)
+        return bool(((state >= 0) & state.isfinite()).all()) and are_counts(state[-1])
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
