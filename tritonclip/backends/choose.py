@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.interface import Layout, UnitLayout
+from tritonclip.backends.interface import Layout
 from tritonclip.backends.native import NativeLayout, fault, loops
 from tritonclip.backends.native_units import NativeUnitLayout
 from tritonclip.backends.operators import ARITHMETIC, TorchLayout
@@ -49,7 +48,9 @@ def torch_layout(device: torch.device) -> Layout:
     return TorchLayout(on_host=host_decides(device) and not is_observed())
 
 
-def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> UnitLayout:
+def unit_layout_of(
+    grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype
+) -> TorchUnitLayout:
     """The layout of some gradients for a rule by unit, of the backend that serves them.
 
     Args:
@@ -68,7 +69,7 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
         is_arithmetic = is_arithmetic and weights[0].is_complex() == grads[0].is_complex()
         if is_arithmetic and all(map(has_dense_units, [*grads, *weights])):
             backend = importlib.import_module("tritonclip.backends.triton_units")
-            layout: UnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
+            layout: TorchUnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
             return layout
         _warn_once(
             "tritonclip's kernels read units that are dense in memory, and weights of one dtype, "
@@ -91,7 +92,7 @@ def backend_name(device: torch.device, dtype: torch.dtype) -> str:
     name = _OF_DEVICE.get(device.type, "torch") if requested == "auto" else requested
     if name == "torch":
         return "torch"
-    reason = next(filter(None, (why(device.type) for why in _REASONS[name])), None)
+    reason = _reason_against(name, device.type)
     if reason is not None and requested == name:
         raise RuntimeError(f"the {name} backend was asked for, but {reason}")
     if reason is not None:
@@ -148,27 +149,22 @@ def _triton_of_torch() -> str | None:
     return next((name.partition(";")[0].strip() for name in needed if "triton" in name), None)
 
 
-# What keeps a backend from a device, with a remedy; nothing where that does not hold.
-_REASONS: dict[str, Sequence[Callable[[str], str | bool | None]]] = {
-    "native": (
-        lambda on: on != "cpu" and f"it runs on CPU tensors, not on {on}: use backend 'auto'",
-        lambda on: loops is None and fault,
-    ),
-    "triton": (
-        lambda on: triton_fault(),
-        lambda on: (
-            settings.interpreting()
-            and on != "cpu"
-            and f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {on}: unset it"
-        ),
-        lambda on: (
-            not settings.interpreting()
-            and on != "cuda"
-            and f"triton does not run on {on} tensors: use backend 'auto', or set "
-            "TRITON_INTERPRET=1 to interpret kernels"
-        ),
-    ),
-}
+def _reason_against(name: str, on: str) -> str | None:
+    """What keeps a backend from a type of device, with a remedy; None where nothing does."""
+    if name == "native":
+        if on != "cpu":
+            return f"it runs on CPU tensors, not on {on}: use backend 'auto'"
+        return fault if loops is None else None
+    if (reason := triton_fault()) is not None:
+        return reason
+    if settings.interpreting() and on != "cpu":
+        return f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {on}: unset it"
+    if not settings.interpreting() and on != "cuda":
+        return (
+            f"triton does not run on {on} tensors: use backend 'auto', or set TRITON_INTERPRET=1 "
+            "to interpret kernels"
+        )
+    return None
 
 
 @cache

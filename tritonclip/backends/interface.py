@@ -1,12 +1,8 @@
 """The interface of a backend: a layout, kept by a plan, and the batches that calls make of it.
 
-For a rule by unit a backend has another layout and other batches. A unit is a slice along the first
-dimension of a parameter, or all of one with fewer than two. The partial norms of a group are then a
-float64[2, n] (float32 where a device has no float64): norms of each unit's gradient, gradient after
-gradient, and below them those of its weights; inf for weights that set no limit.
+For a rule by unit a backend has another layout and other batches, see `units.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -18,6 +14,11 @@ PartialNorms: TypeAlias = Any
 # A number, a one-element tensor, or 1-d with one for each gradient; a list of floats to a backend
 # whose partial norms are one.
 Limit: TypeAlias = Any
+
+
+def arithmetic_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a real tensor is multiplied."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Clip(NamedTuple):
@@ -48,15 +49,10 @@ class Batch(Protocol):
     """
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
-        """Measures the gradients.
+        """Partial norms, whose norm is the norm, still loss-scaled.
 
-        Args:
-            norm_type: p of the p-norm.
-            per_gradient: partial norms from which the norm of each gradient can be had.
-
-        Returns:
-            Partial norms, whose norm is the norm, still loss-scaled; float64, or float32 where a
-            device has no float64.
+        With `per_gradient`, the norm of each gradient can be had from them. They are float64, or
+        float32 where a device has no float64.
         """
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
@@ -74,11 +70,7 @@ class Batch(Protocol):
         """Partial norms of this group that give these norms, 1-d, one a gradient; both float64."""
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies all gradients by one coefficient.
-
-        Args:
-            norms: partial norms of all groups.
-            clip: gives the coefficient.
+        """Multiplies all gradients by one coefficient, from partial norms of all groups.
 
         Returns:
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
@@ -87,24 +79,10 @@ class Batch(Protocol):
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:
-        """Measures and multiplies gradients that are alone under a norm.
-
-        Args:
-            norm_type: of the norm; this and the others as in `Clip`.
-            eps: added to it.
-            limit: a number.
-            grad_scale: the loss scale.
-
-        Returns:
-            Norm before clipping, 0-d.
-        """
+        """Measures and multiplies gradients that are alone under a norm; the norm before, 0-d."""
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each gradient by the coefficient of its norm.
-
-        Args:
-            norms: partial norms of this group.
-            clip: gives the coefficients.
+        """Multiplies each gradient by the coefficient of its norm, from those of this group.
 
         Returns:
             Norms before clipping, 1-d, on the gradients' device; coefficients, 1-d, or the least.
@@ -136,61 +114,3 @@ class Layout(Protocol):
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; addresses are theirs where they are known."""
-
-
-def count_units(tensor: Tensor) -> int:
-    """The units of a parameter; one of length 0 where it has no elements."""
-    return max(1, tensor.shape[0]) if tensor.dim() > 1 else 1
-
-
-class UnitBatch(Protocol):
-    """The gradients of a group in one call, beside their weights.
-
-    `total_each` and `scale_each_` are called as those of :class:`Batch`; `norm_type` is 2.
-    """
-
-    def measure(self) -> Tensor:
-        """Measures gradients and weights, by unit: partial norms."""
-
-    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
-        """The norm of each unit, 1-d for each gradient, from partial norms and as wide."""
-
-    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm of each gradient, 1-d."""
-
-    def norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled."""
-
-    def weight_norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient's weights, 1-d, from partial norms."""
-
-    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
-        """Partial norms in which gradients that are one unit have other norms.
-
-        Args:
-            norms: partial norms.
-            gradients: float64, the norm of each gradient of the group.
-            weights: float64, the norm of each gradient's weights.
-        """
-
-    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient.
-
-        Returns:
-            The norm of each gradient before clipping, and coefficients, 1-d, or the least.
-        """
-
-
-class UnitLayout(Protocol):
-    """All that a backend derives from the form of a group and of its weights; holds neither."""
-
-    def bind(
-        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
-    ) -> UnitBatch:
-        """The gradients of a call, as users see them, and their weights.
-
-        Args:
-            grads: of the form that it was made for; so are the weights.
-            weights: of the gradients' shapes; None for one without a limit.
-            addresses: of gradients, then of weights; 0 for None. A new list.
-        """

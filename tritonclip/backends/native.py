@@ -120,11 +120,7 @@ def may_share(sizes: list[int]) -> bool:
 
 
 class NativeLayout:
-    """Sizes of gradients that are dense in memory.
-
-    Args:
-        tensors: gradients of one dtype that has loops, on a CPU; at least one.
-    """
+    """Sizes of gradients on a CPU that are dense in memory, of one dtype that has loops."""
 
     by_address = True
 
@@ -138,7 +134,6 @@ class NativeLayout:
         self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
-        """The gradients of a call."""
         return NativeBatch(tensors, self, addresses or list(map(Tensor.data_ptr, tensors)))
 
 
@@ -154,46 +149,36 @@ class NativeBatch:
         threads = torch.get_num_threads() if layout.is_shared else 1
         self._list = addresses, layout.packed_sizes, layout.code, threads
 
-    def _by_operators(self) -> TorchBatch:
-        """The same gradients, for what has no loops."""
-        return TorchBatch(as_contiguous(self.tensors), self.dtype, on_host=True)
-
     def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients: one partial norm a gradient, or one."""
         if norm_type not in ORDERS:
-            return self._by_operators().norm(norm_type, per_gradient=per_gradient)
+            batch = TorchBatch(as_contiguous(self.tensors), self.dtype, on_host=True)
+            return batch.norm(norm_type, per_gradient=per_gradient)
         if per_gradient:
             norms = loops.norms(*self._list, norm_type)
         else:
             norms = [loops.norm(*self._list, norm_type)]
         if norm_type == 2.0 and self.layout.is_double:
-            self._measure_extremes_(norms, per_gradient)
+            for i, norm in enumerate(norms):
+                # Squares of float64 may have overflowed or lost digits.
+                if is_extreme(norm):
+                    tensors = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
+                    norms[i] = float(norm_of(tensors, 2.0, torch.float64))
         return norms
 
-    def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
-        """Measures anew where squares of float64 may have overflowed or lost digits."""
-        for i, norm in enumerate(norms):
-            if is_extreme(norm):
-                tensors = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
-                norms[i] = float(norm_of(tensors, 2.0, torch.float64))
-
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm from partial norms, 0-d."""
         total = combine_numbers(_as_numbers(norms), norm_type)
         return self._as_tensor(results_of([total], norm_type, grad_scale, self.dtype))[0]
 
     def total_each(
         self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
-        """The norm of each gradient, 1-d."""
         return self._as_tensor(results_of(_as_numbers(norms), norm_type, grad_scale, self.dtype))
 
     def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
-        """The norm of each gradient: there is one partial norm for each."""
         return as_tensor(norms)
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The same norms."""
         return norms
 
     def _as_tensor(self, results: array[float]) -> Tensor:
@@ -201,7 +186,6 @@ class NativeBatch:
         return torch.frombuffer(results, dtype=self.dtype)
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies all gradients by one coefficient, but not where it is 1."""
         numbers = norms if isinstance(norms, list) else norms.tolist()
         total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
@@ -224,7 +208,6 @@ class NativeBatch:
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:
-        """Measures all gradients and multiplies them by one coefficient."""
         norm = None
         if norm_type in ORDERS:
             numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
@@ -235,7 +218,6 @@ class NativeBatch:
         return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         numbers = norms if isinstance(norms, list) else norms.tolist()
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
         unscaled = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
@@ -243,9 +225,7 @@ class NativeBatch:
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
-        limit: Any = clip.limit
-        if isinstance(limit, Tensor):
-            limit = limit.item() if limit.numel() == 1 else limit.tolist()
+        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
         coefficients, least = loops.coefficients(unscaled, limit, clip.eps, wide)
         factors = coefficients
         if scale != 1:
@@ -271,6 +251,5 @@ class NativeBatch:
 
 
 def _as_numbers(norms: PartialNorms) -> list[float]:
-    """Partial norms as floats."""
     numbers: list[float] = norms if isinstance(norms, list) else norms.tolist()
     return numbers

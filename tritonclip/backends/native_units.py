@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,26 +21,20 @@ _DOUBLE = CODES[torch.float64]
 
 
 class _Form(NamedTuple):
-    """Units as the loops take those of a list of tensors.
+    """Units as the loops take those of a list of tensors."""
 
-    Attributes:
-        lengths: packed, the reals in a unit of each tensor.
-        code: of the dtype.
-        rows: packed, the units of each tensor.
-    """
-
+    # Packed, the reals in a unit of each tensor.
     lengths: bytes
+    # Of the dtype.
     code: int
+    # Packed, the units of each tensor.
     rows: bytes
 
 
 class NativeUnitLayout(TorchUnitLayout):
     """The units of each gradient and of its weights, as the loops take them.
 
-    Args:
-        grads: of one dtype that has loops, on a CPU; at least one.
-        weights: theirs, of one dtype that has loops.
-        dtype: of results.
+    Both are of one dtype that has loops, on a CPU.
     """
 
     def __init__(self, grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
@@ -66,7 +60,6 @@ class NativeUnitLayout(TorchUnitLayout):
     def bind(
         self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
     ) -> "NativeUnits":
-        """The gradients of a call, and their weights."""
         # The loops leave out what has no address.
         for i in self.with_gaps:
             addresses[i] = 0
@@ -93,7 +86,6 @@ class NativeUnits(TorchUnits):
         self._threads = torch.get_num_threads() if layout.is_shared else 1
 
     def measure(self) -> Tensor:
-        """Measures gradients and weights, by unit."""
         layout, at = self.layout, self._addresses
         norms = torch.empty(2, layout.n_units, dtype=torch.float64, device="cpu")
         if layout.is_alike:
@@ -112,25 +104,23 @@ class NativeUnits(TorchUnits):
             tensor = tensors[i]
             if tensor is not None:
                 part = norms.view(-1).split(self.layout.counts * len(norms))[i]
-                part.copy_(unit_norms(tensor, on_host=True))
+                part.copy_(unit_norms(tensor))
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm of each gradient, 1-d."""
         totals, scale = self._totals(norms), float(grad_scale)
         if totals is None:
             return super().total_each(norms, norm_type, grad_scale)
         code = "d" if self.dtype == torch.float64 else "f"
         return torch.frombuffer(array(code, [total / scale for total in totals]), dtype=self.dtype)
 
-    def _of_all_units(self, norms: Tensor) -> Tensor:
-        """The norm of each tensor from those of its units."""
+    def norms_each(self, norms: Tensor) -> Tensor:
         totals = self._totals(norms)
         if totals is None:
-            return super()._of_all_units(norms)
+            return super().norms_each(norms)
         return torch.frombuffer(array("d", totals), dtype=torch.float64)
 
     def _totals(self, norms: Tensor) -> list[float] | None:
-        """As `_of_all_units`, or None where squares may leave the range."""
+        """As `norms_each`, or None where squares may leave the range."""
         layout, first = self.layout, norms.data_ptr()
         at = [first + start for start in layout.starts]
         totals: list[float] = loops.norms(at, layout.grads.rows, _DOUBLE, 1, 2.0)
@@ -138,14 +128,11 @@ class NativeUnits(TorchUnits):
         return None if is_double and any(map(is_extreme, totals)) else totals
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient."""
         norm = self.total_each(norms, 2.0, clip.grad_scale)
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.grads)
             return norm, 0.0
-        limit: Any = clip.limit
-        if isinstance(limit, Tensor):
-            limit = limit.item() if limit.numel() == 1 else limit.tolist()
+        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
         lengths, code, rows = self.layout.grads
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
         factors, changed, least = loops.unit_factors(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
+from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.modes import is_observed
 
@@ -63,7 +64,7 @@ def is_matrix(tensor: Tensor) -> bool:
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one shape as a stack, in the dtype of products."""
-    dtype = _arithmetic_of(tensors[0].dtype)
+    dtype = arithmetic_of(tensors[0].dtype)
     matrices = [tensor.to(dtype).reshape(len(tensor), -1) for tensor in tensors]
     if matrices[0].shape[0] > matrices[0].shape[1]:
         matrices = [matrix.mT for matrix in matrices]
@@ -119,14 +120,6 @@ def extremes(stack: Tensor, squarings: int = SQUARINGS) -> tuple[Tensor, Tensor]
         return (scale * least).flatten(), most.flatten()
 
 
-def untouched_below(limit: float, dtype: torch.dtype, *, soft: bool) -> float:
-    """The largest singular value that a matrix may have and stay as it is, in every bit.
-
-    Softly every one changes, but those below this by less than rounding.
-    """
-    return limit * math.sqrt(torch.finfo(_arithmetic_of(dtype)).eps) / 2 if soft else limit
-
-
 def clipped(
     tensors: Sequence[Tensor],
     bounds: Sequence[tuple[float, float]],
@@ -147,7 +140,11 @@ def clipped(
     Yields:
         The index of each matrix that changes, and the new one in its dtype and shape.
     """
-    floors = [untouched_below(limit * grad_scale, x.dtype, soft=soft) for x in tensors]
+    floors = [limit * grad_scale] * len(tensors)
+    if soft:
+        # Every singular value changes, but those below this by less than rounding.
+        eps = [torch.finfo(arithmetic_of(x.dtype)).eps for x in tensors]
+        floors = [limit * grad_scale * math.sqrt(e) / 2 for e in eps]
     alike: dict[int, list[int]] = {}
     for i, (_, size) in enumerate(bounds):
         if size > floors[i]:
@@ -259,8 +256,3 @@ def _scales(least: float, end: float) -> Iterator[float]:
         scale = min(math.sqrt(3 / (1 + least + least**2)), _LARGEST_SCALE)
         yield scale
         least = min(scale * x * (3 - (scale * x) ** 2) / 2 for x in (least, 1.0))
-
-
-def _arithmetic_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

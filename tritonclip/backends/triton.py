@@ -24,11 +24,7 @@ launch.native = native.loops
 
 
 class TritonLayout:
-    """Chunk tables of gradients that are dense in memory.
-
-    Args:
-        tensors: gradients of one device and dtype; at least one.
-    """
+    """Chunk tables of gradients of one device and dtype that are dense in memory."""
 
     by_address = True
 
@@ -40,22 +36,13 @@ class TritonLayout:
         self._tables = ChunkTables(tensors[0].device, tensors[0].dtype, self._sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TritonBatch":
-        """The gradients of a call, with a table of their addresses on the device."""
         if addresses is None:
             addresses = list(map(Tensor.data_ptr, tensors))
         return TritonBatch(tensors, self._tables.table(addresses), self.dtype)
 
 
 class TritonBatch:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.Batch`.
-
-    Args:
-        tensors: gradients of one device and dtype.
-        table: theirs.
-        dtype: of results, float32 or float64.
-    """
-
-    on_host = False
+    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.Batch`."""
 
     def __init__(self, tensors: list[Tensor], table: ChunkTable, dtype: torch.dtype) -> None:
         self._table, self._dtype = table, dtype
@@ -84,15 +71,12 @@ class TritonBatch:
         return norms
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm from partial norms, 0-d."""
         return self._scale_(norms, Clip(norm_type, 0.0, 0.0, grad_scale), write=False)[0]
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm of each gradient, 1-d."""
         return self._scale_each_(norms, Clip(norm_type, 0.0, 0.0, grad_scale), write=False)[0]
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The norm of each gradient, float64[n]."""
         wide = TritonBatch(self._tensors, self._table, torch.float64)
         return wide.total_each(norms, norm_type, 1.0)
 
@@ -103,7 +87,6 @@ class TritonBatch:
         return partials.index_copy_(0, table.arguments[2], norms)
 
     def scale_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        """Multiplies all gradients by one coefficient."""
         result = self._scale_(norms, clip, write=True)
         # Kernels write through addresses, which autograd does not see.
         increment_version(self._tensors)
@@ -112,7 +95,6 @@ class TritonBatch:
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:
-        """Measures all gradients and multiplies them by one coefficient."""
         table, dtype, key = self._table, self._dtype, ("scale", norm_type, self._dtype, *_NUMBERS)
         known = table.starts.get(key, launch.refuse) is not launch.refuse
         if known and type(limit) is type(eps) is type(grad_scale) is float:
@@ -132,7 +114,6 @@ class TritonBatch:
         return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        """Multiplies each gradient by the coefficient of its norm."""
         results = self._scale_each_(norms, clip, write=True)
         increment_version(self._tensors)
         return results
@@ -197,7 +178,6 @@ class TritonBatch:
         return totals, coefficients
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
-        """Clamps the gradients."""
         table = self._table
         divisor, scaled = split(grad_scale, table.device)
         arguments = divisor, table.n_chunks, float(low), float(high), scaled
@@ -228,20 +208,11 @@ def advance(
     norm_type: float,
     grad_scale: float | Tensor,
 ) -> Tensor:
-    """Advances the state of a rule by one norm, in one launch.
+    """Advances the state of a rule by one norm, in one launch; returns the limit, float64, 0-d.
 
-    Args:
-        rule: its name in `kernels.adaptive`.
-        numbers: three of the rule, and its largest limit.
-        values: the state, float64, 1-d.
-        after: for the state after; may be `values`.
-        norms: partial norms, float32 or float64.
-        dtype: of the norm's result, to which it is rounded.
-        norm_type: p of the p-norm.
-        grad_scale: the loss scale that partial norms still carry.
-
-    Returns:
-        The limit, float64, 0-d.
+    `rule` is a name in `kernels.adaptive`; `numbers` are three of the rule, and its largest limit.
+    `values` is the state, float64, 1-d, and `after` is for the one after; both may be the same. The
+    others are `backends.adaptive.Parts`.
     """
     limit = torch.empty((), dtype=torch.float64, device=values.device)
     a, b, c, max_norm = map(float, numbers)
@@ -270,17 +241,9 @@ def advance(
 def advance_each(
     numbers: Sequence[float], values: Tensor, after: Tensor, rows: Tensor | None, norms: Tensor
 ) -> Tensor:
-    """Advances one row of a state for each norm, in one launch.
+    """As `advance`, of one row of float64[any, 2] for each of 1-d norms; the limits, 1-d.
 
-    Args:
-        numbers: three of the rule, and its largest limit.
-        values: the state, float64[any, 2].
-        after: for the state after; may be `values`. Other rows than these are not written.
-        rows: of the norms, int64; None for all in order.
-        norms: float32 or float64, 1-d.
-
-    Returns:
-        The limits, float64, 1-d.
+    `rows` are those of the norms, int64, None for all in order. Others are not written.
     """
     limits = torch.empty(norms.numel(), dtype=torch.float64, device=values.device)
     ratio, decay, warmup, max_norm = map(float, numbers)

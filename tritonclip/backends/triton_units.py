@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tritonclip.backends.interface import Clip, count_units
+from tritonclip.backends.interface import Clip
 from tritonclip.backends.triton import dtypes_of, flag_of, split, stride_of
-from tritonclip.backends.units import norms_of_rows
+from tritonclip.backends.units import TorchUnitLayout, TorchUnits, norms_of_rows
 from tritonclip.kernels import launch, units
 from tritonclip.kernels.access import (
     CHUNK,
@@ -39,23 +39,14 @@ _LENGTHS = {
 }
 
 
-class TritonUnitLayout:
-    """Tables of the units of gradients and weights whose units are dense in memory.
-
-    Args:
-        grads: of one device and dtype; at least one.
-        weights: theirs, of one dtype.
-        dtype: of results.
-    """
+class TritonUnitLayout(TorchUnitLayout):
+    """Tables of the units of gradients and weights, each of one dtype and dense in memory."""
 
     def __init__(self, grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.counts = counts = list(map(count_units, grads))
-        reals = 2 if grads[0].is_complex() else 1
+        super().__init__(grads, dtype, on_host=False)
+        counts, reals = self.counts, 2 if grads[0].is_complex() else 1
         lengths = [reals * grad.numel() // n for grad, n in zip(grads, counts, strict=True)]
-        # Partial norms of each gradient.
         self.sizes = [n * count_chunks(length) for n, length in zip(counts, lengths, strict=True)]
-        self.whole = [grad.dim() < 2 for grad in grads]
         self._tables = UnitTables(
             grads[0].device,
             grads[0].dtype.to_real(),
@@ -67,12 +58,13 @@ class TritonUnitLayout:
     def bind(
         self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
     ) -> "TritonUnits":
-        """The gradients of a call, with a table of all addresses on the device."""
         return TritonUnits(grads, weights, self._tables.table(addresses), self)
 
 
-class TritonUnits:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.UnitBatch`."""
+class TritonUnits(TorchUnits):
+    """Verbs that launch one kernel each."""
+
+    layout: TritonUnitLayout
 
     def __init__(
         self,
@@ -81,9 +73,9 @@ class TritonUnits:
         table: UnitTable,
         layout: TritonUnitLayout,
     ) -> None:
-        self._table, self._layout = table, layout
+        self._table, self.layout = table, layout
         # The table has their addresses: they have to live until the launches.
-        self._tensors = grads, weights
+        self.grads, self.weights = grads, weights
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: float64[2, n_norms].
@@ -117,8 +109,7 @@ class TritonUnits:
         return norms
 
     def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
-        """The norm of each unit, float64[n_units] for each gradient."""
-        layout = self._layout
+        layout = self.layout
         pairs = zip(norms[0].split(layout.sizes), layout.counts, strict=True)
         return [
             of_units if len(of_units) == n else norms_of_rows(of_units.view(n, -1), torch.float64)
@@ -126,35 +117,18 @@ class TritonUnits:
         ]
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm of each gradient, 1-d."""
-        return self._totals(norms, self._layout.dtype, grad_scale)
+        return self._totals(norms, self.layout.dtype, grad_scale)
 
     def norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient, float64[n]."""
         return self._totals(norms, torch.float64, 1.0)
-
-    def weight_norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient's weights, float64[n]."""
-        return self._totals(norms.flip(0), torch.float64, 1.0)
 
     def _totals(self, norms: Tensor, dtype: torch.dtype, grad_scale: float | Tensor) -> Tensor:
         return self._scale_(norms, Clip(2.0, 0.0, math.inf, grad_scale), dtype, write=False)[0]
 
-    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
-        """Partial norms in which gradients that are one unit have other norms."""
-        layout, parts = self._layout, []
-        for row, given in zip(norms.unbind(), (gradients, weights), strict=True):
-            pairs = zip(row.split(layout.sizes), given.split(1), layout.whole, strict=True)
-            for old, new, whole in pairs:
-                # The norm as that of the first chunk, and nothing in the others.
-                parts += [new, torch.zeros_like(old[1:])] if whole else [old]
-        return torch.cat(parts).view(2, -1)
-
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        """Multiplies each unit by its coefficient."""
-        results = self._scale_(norms, clip, self._layout.dtype, write=True)
+        results = self._scale_(norms, clip, self.layout.dtype, write=True)
         # Kernels write through addresses, which autograd does not see.
-        increment_version(self._tensors[0])
+        increment_version(self.grads)
         return results
 
     def _scale_(

@@ -1,7 +1,9 @@
-"""Clipping by unit in PyTorch's operators, on any device.
+"""Clipping by unit in PyTorch's operators, on any device; other backends do the same faster.
 
-A unit is a slice along the first dimension, a row. There is one partial norm for each row of a
-gradient, and one for that of its weights.
+A unit is a slice along the first dimension of a parameter, a row, or all of one with fewer than two
+dimensions. The partial norms of a group are a float64[2, n] (float32 where a device has no
+float64): norms of each unit's gradient, gradient after gradient, and below them those of its
+weights; inf for weights that set no limit.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import Clip, count_units
+from tritonclip.backends.interface import Clip
 from tritonclip.backends.operators import (
     PIECE,
     as_scalar,
@@ -24,8 +26,13 @@ from tritonclip.backends.operators import (
 )
 
 
+def count_units(tensor: Tensor) -> int:
+    """The units of a parameter; one of length 0 where it has no elements."""
+    return max(1, tensor.shape[0]) if tensor.dim() > 1 else 1
+
+
 class TorchUnitLayout:
-    """The units of each gradient.
+    """The units of each gradient, and of its weights; holds neither.
 
     Args:
         grads: of one device and dtype; at least one.
@@ -36,6 +43,8 @@ class TorchUnitLayout:
     def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
         self.dtype, self.on_host = dtype, on_host
         self.counts = list(map(count_units, grads))
+        # The partial norms of each gradient.
+        self.sizes = self.counts
         self.ends = list(accumulate(self.counts))
         self.n_units = self.ends[-1]
         self.whole = [grad.dim() < 2 for grad in grads]
@@ -43,14 +52,19 @@ class TorchUnitLayout:
     def bind(
         self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
     ) -> "TorchUnits":
-        """The gradients of a call, and their weights."""
+        """The gradients of a call, as users see them, and their weights.
+
+        Weights are of the gradients' shapes; None for one without a limit. Addresses, a new list,
+        are of gradients, then of weights; 0 for None.
+        """
         return TorchUnits(grads, weights, self)
 
 
 class TorchUnits:
-    """Verbs in PyTorch; see :class:`tritonclip.backends.interface.UnitBatch`.
+    """The gradients of a group in one call, beside their weights, and the verbs on them.
 
-    On the host, a gradient whose coefficients are all 1 is not written.
+    `total_each` and `scale_each_` are as those of :class:`tritonclip.backends.interface.Batch`, of
+    norm type 2. On the host, a gradient whose coefficients are all 1 is not written.
     """
 
     def __init__(
@@ -61,37 +75,28 @@ class TorchUnits:
         self._real_dtype = grads[0].dtype.to_real()
 
     def measure(self) -> Tensor:
-        """Measures gradients and weights, by unit."""
-        on_host = self.layout.on_host
-        grad_norms = [unit_norms(grad, on_host=on_host) for grad in self.grads]
+        """Measures gradients and weights, by unit: partial norms."""
+        grad_norms = list(map(unit_norms, self.grads))
         limits = [
-            torch.full_like(norms, torch.inf)
-            if weight is None
-            else unit_norms(weight, on_host=on_host)
+            torch.full_like(norms, torch.inf) if weight is None else unit_norms(weight)
             for norms, weight in zip(grad_norms, self.weights, strict=True)
         ]
         return torch.cat([*grad_norms, *limits]).view(2, -1)
 
     def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
-        """The norm of each unit, 1-d for each gradient."""
+        """The norm of each unit, 1-d for each gradient, from partial norms and as wide."""
         of_units: Sequence[Tensor] = norms[0].split(self.layout.counts)
         return of_units
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm of each gradient, 1-d."""
         return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
 
     def norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient, 1-d, as wide as partial norms."""
-        return self._of_all_units(norms[0])
+        """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled.
 
-    def weight_norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient's weights."""
-        return self._of_all_units(norms[1])
-
-    def _of_all_units(self, norms: Tensor) -> Tensor:
-        """The norm of each tensor from those of its units."""
-        layout = self.layout
+        Or of its weights, from partial norms of which these come first.
+        """
+        layout, norms = self.layout, norms[0]
         if len(norms) == len(layout.counts):
             return norms
         if norms.dtype != torch.float64 or self._real_dtype == torch.float64:
@@ -100,18 +105,20 @@ class TorchUnits:
         return torch.stack(torch._foreach_norm(norms.split(layout.counts)))
 
     def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
-        """Partial norms in which gradients that are one unit have other norms."""
-        layout, joined = self.layout, []
+        """Partial norms in which gradients that are one unit, and their weights, have other norms.
+
+        These are float64, one for each gradient of the group.
+        """
+        layout, parts = self.layout, []
         # By slices, not by an index tensor: that would be an upload.
         for row, given in zip(norms.unbind(), (gradients, weights), strict=True):
-            pairs = zip(row.split(layout.counts), given.split(1), strict=True)
-            joined += [
-                new if whole else old for (old, new), whole in zip(pairs, layout.whole, strict=True)
-            ]
-        return torch.cat(joined).view(2, -1)
+            old_and_new = zip(row.split(layout.sizes), given.split(1), layout.whole, strict=True)
+            for old, new, whole in old_and_new:
+                # The norm as the first partial one, and nothing in the others.
+                parts += [new, torch.zeros_like(old[1:])] if whole else [old]
+        return torch.cat(parts).view(2, -1)
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient."""
         norm = self.total_each(norms, 2.0, clip.grad_scale)
         erase = clip.erase if isinstance(clip.erase, Tensor) else None
         if self.layout.on_host and erase is not None and bool(erase):
@@ -160,7 +167,7 @@ def has_dense_units(tensor: Tensor) -> bool:
     return dense and (len(tensor) == 1 or tensor.stride(0) == unit.numel())
 
 
-def unit_norms(tensor: Tensor, *, on_host: bool) -> Tensor:
+def unit_norms(tensor: Tensor) -> Tensor:
     """The 2-norm of each unit, 1-d, in the widest dtype of the device; by modulus if complex.
 
     Large tensors are converted piece by piece.

@@ -118,21 +118,19 @@ def has_overlap(tensor: Tensor) -> bool:
     )
 
 
-def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+def find_overlap(regions: Sequence[Region | None]) -> tuple[int, int] | None:
     """The indices of two regions that share a byte, if any do; exact. No region overlaps itself."""
-    reaching: list[int] = []
-    ends = [region.end for region in regions]
-    order = sorted(range(len(regions)), key=lambda i: (str(regions[i].device), regions[i].start))
-    for index in order:
-        second = regions[index]
-        if reaching and regions[reaching[0]].device != second.device:
+    # With their indices and ends, those that reach the next one.
+    reaching: list[tuple[int, Region, int]] = []
+    there = [(i, region) for i, region in enumerate(regions) if region is not None]
+    for index, second in sorted(there, key=lambda pair: (str(pair[1].device), pair[1].start)):
+        if reaching and reaching[0][1].device != second.device:
             reaching = []
-        reaching = [i for i in reaching if ends[i] > second.start]
-        for other in reaching:
-            first = regions[other]
+        reaching = [item for item in reaching if item[2] > second.start]
+        for other, first, _ in reaching:
             if _is_sum(second.start - first.start, _steps(first.runs, second.runs)):
                 return min(index, other), max(index, other)
-        reaching.append(index)
+        reaching.append((index, second, second.end))
     return None
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.choose import layout_of
-from tritonclip.backends.interface import Layout, UnitLayout
+from tritonclip.backends.interface import Layout
+from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.engine.arguments import PLAIN, LabelOf
 from tritonclip.engine.memory import (
     OFFSETS,
@@ -75,7 +76,6 @@ class Plan:
         only_group: the one group of an ordinary list that has elements; None for other lists, and
             where calls are checked.
         addresses: those last seen, of distinct gradients.
-        n_addresses: how many of them are not 0, the address of gradients without elements.
         spans: bytes from the first to the last of each gradient; 0 for those without elements.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
@@ -99,13 +99,12 @@ class Plan:
     ordinary: bool = False
     only_group: Group | None = None
     addresses: list[int] | None = None
-    n_addresses: int = 0
     spans: list[int] = field(default_factory=list)
     n_bytes: int = 0
     guards: Any = None
     reduction: Any = None
     sizes: Tensor | None = None
-    units: tuple[Any, Sequence[UnitLayout]] | None = None
+    units: tuple[Any, Sequence[TorchUnitLayout]] | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""
@@ -194,10 +193,9 @@ def make_plan(
         shard = None if shards is None else shards[kept[index]]
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
-    there = [i for i, region in enumerate(regions) if region is not None]
-    found = find_overlap([region for region in regions if region is not None])
+    found = find_overlap(regions)
     if found is not None:
-        raise overlap_error(*(label_of(kept[there[i]]) for i in found))
+        raise overlap_error(*(label_of(kept[i]) for i in found))
     n = len(readable)
     groups = []
     for (device, dtype, pairs, _), indices in members.items():
@@ -259,7 +257,6 @@ def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
-    """Refuses a gradient that is no plain floating-point or complex tensor."""
     if type(grad) not in PLAIN:
         raise TypeError(
             f"the gradient of {label()} is a {type(grad).__name__}, a tensor subclass that "
@@ -284,7 +281,6 @@ def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
 
 
 def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
-    """Refuses a gradient whose elements share memory."""
     if grad.layout == torch.sparse_coo:
         # Coalescing makes new values.
         if not grad.is_coalesced():
@@ -299,7 +295,6 @@ def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
 
 
 def _refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
-    """Refuses a gradient that has elements and no memory."""
     parts = [grad]
     if grad.layout == torch.sparse_coo:
         parts = [grad._values(), grad._indices()]

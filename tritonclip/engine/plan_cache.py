@@ -108,8 +108,7 @@ class PlanCache:
         sharding: object = None,
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
-        plan.addresses, plan.n_addresses = addresses, len(addresses) - addresses.count(0)
-        plan.guards = guards_of(grads)
+        plan.addresses, plan.guards = addresses, guards_of(grads)
         inference = grads[0].is_inference()
         self._plans[_key(grads, inference, setting, sharding)] = plan
         self._last = plan, (len(grads), setting, inference, sharding)
@@ -143,12 +142,9 @@ def _key(
 
 def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
     """Whether a plan may serve gradients at new addresses, which it then remembers."""
-    if min(addresses) < OFFSETS:
-        # Empty gradients, and those freed, have no address.
-        if len(addresses) - addresses.count(0) < plan.n_addresses:
-            return False
-        if any(map(is_freed, grads, addresses)):
-            return False
+    # Empty gradients, and those freed, have no address.
+    if min(addresses) < OFFSETS and any(map(is_freed, grads, addresses)):
+        return False
     if not are_apart(addresses, plan.spans):
         return False
     plan.addresses = addresses

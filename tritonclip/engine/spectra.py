@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SpectralBatch:
-    """The gradients of a group in one call, as :class:`tritonclip.backends.interface.UnitBatch`.
+    """The gradients of a group in one call, as :class:`tritonclip.backends.units.TorchUnits`.
 
     Matrices over the limit are written a stack at a time; vectors, and what is not finite, are then
     scaled by their 2-norms through `batch`, the gradients in the hands of their backend. Partial

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
-from tritonclip.backends.interface import UnitBatch, UnitLayout
+from tritonclip.backends.units import TorchUnitLayout, TorchUnits
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 UNIT_BYTES = 640
 
 
-def batches_of(gradients: Gradients, rule: Rule) -> list[UnitBatch]:
+def batches_of(gradients: Gradients, rule: Rule) -> list[TorchUnits]:
     """The gradients of a list with their weights, for a rule by unit: one batch a group.
 
     TypeError for sparse gradients, and for weights that cannot be read; ValueError for weights of
@@ -54,7 +54,7 @@ def batches_of(gradients: Gradients, rule: Rule) -> list[UnitBatch]:
     return _bind(gradients, weights, layouts, limiting, addresses)
 
 
-def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[UnitLayout] | None:
+def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[TorchUnitLayout] | None:
     """The layouts of the groups, where they were made for weights of this form."""
     # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
     return plan.units[1] if plan.units is not None and plan.units[0].check(*weights) else None
@@ -63,10 +63,10 @@ def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[UnitLayout
 def _bind(
     gradients: Gradients,
     weights: Sequence[Tensor],
-    layouts: Sequence[UnitLayout] | None,
+    layouts: Sequence[TorchUnitLayout] | None,
     limiting: Sequence[Tensor | None],
     addresses: Sequence[int],
-) -> list[UnitBatch]:
+) -> list[TorchUnits]:
     """The gradients and weights of each group, in the hands of its backend.
 
     Without layouts, new ones are made, which a plan for several calls keeps. `limiting` has the
@@ -114,7 +114,6 @@ def weight_of(parameter: Tensor) -> Tensor:
 
 
 def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:
-    """Refuses weights that are no plain tensors, have another shape, or no memory."""
     for index, (grad, weight) in enumerate(zip(gradients.tensors, weights, strict=True)):
         freed = weight.data_ptr() < OFFSETS and is_freed(weight, weight.data_ptr())
         # A wrapper subclass has no memory, whether torch.compile knows how to open it or not.

@@ -38,9 +38,7 @@ def global_norm(tensors: Any) -> Tensor:
         tensor(5.)
 
     Args:
-        tensors: a tensor, or a nested structure of tensors and None: dicts, lists, tuples,
-            dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
-            or sparse COO; dtypes and devices may mix.
+        tensors: as for :func:`clip_by_global_norm`.
 
     Returns:
         A 0-d tensor on the first tensor's device; float64 if any tensor is float64, else float32. 0

@@ -84,10 +84,11 @@ def clip_by_norm(
     tree = Tree(x, "x")
     values = tree.check()
     order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor("max_norm", max_norm)
-    clipped = [
-        _clip_over(value, _dims_of(tensor, dim), limit, order)
-        for tensor, value in zip(tree.tensors, values, strict=True)
-    ]
+    clipped = []
+    for tensor, value in zip(tree.tensors, values, strict=True):
+        dtype = result_dtype([value])
+        norms = formulas.within(norms_over(value, order, _dims_of(tensor, dim)), dtype)
+        clipped += scaled([value], [coefficient_over(norms, limit, dtype)])
     result: T = tree.rebuild(clipped)
     return result
 
@@ -113,9 +114,7 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
         tensor([1.5000, 2.0000])
 
     Args:
-        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
-            and classes registered with `torch.utils._pytree`. Each tensor is clipped
-            by itself; all elements of a sparse one count. Real or complex, any dtypes and devices.
+        x: tensors as for :func:`clip_by_norm`; all elements of a sparse one count.
         max_norm: the largest average norm, 0 or more: a number or a one-element tensor.
 
     Returns:
@@ -151,9 +150,7 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         tensor([1.2000, 1.6000, 0.0000, 0.0000])
 
     Args:
-        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
-            and classes registered with `torch.utils._pytree`. Each tensor is clipped
-            by itself; all elements of a sparse one count. Real or complex, any dtypes and devices.
+        x: tensors as for :func:`clip_by_norm`; all elements of a sparse one count.
         max_rms: the largest root mean square, 0 or more: a number or a one-element tensor.
 
     Returns:
@@ -207,14 +204,6 @@ def _times(limit: float | Tensor, factor: float) -> float | Tensor:
         # Of a tensor without elements, inf times 0 would be NaN.
         return limit
     return factor * (limit.to(wide_dtype(limit.device)) if isinstance(limit, Tensor) else limit)
-
-
-def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:
-    """One tensor by its norms over some dimensions."""
-    dtype = result_dtype([x])
-    norms = formulas.within(norms_over(x, norm_type, dim), dtype)
-    (clipped,) = scaled([x], [coefficient_over(norms, limit, dtype)])
-    return clipped
 
 
 def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:

@@ -46,11 +46,10 @@ def clip_by_spectral_norm(x: T, c: float, soft: bool = False) -> T:
                 [0.0000, 0.3048]])
 
     Args:
-        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
-            and classes registered with `torch.utils._pytree`. Each tensor is clipped
-            by itself. Real and strided, of any floating-point dtypes and devices. One of more than
-            two dimensions is the matrix [out, rest], as the weight of a convolution is. One of
-            fewer, or of one row or column, has one singular value, its 2-norm.
+        x: a tensor, or a nested structure of tensors and None, as for :func:`clip_by_norm`. Real
+            and strided, of any floating-point dtypes and devices. One of more than two dimensions
+            is the matrix [out, rest], as the weight of a convolution is. One of fewer, or of one
+            row or column, has one singular value, its 2-norm.
         c: the largest singular value, 0 or more; inf changes nothing.
         soft: the second formula, which changes every singular value a little.
 
@@ -92,7 +91,13 @@ def clip_by_spectral_norm(x: T, c: float, soft: bool = False) -> T:
         return break_graph(clip_by_spectral_norm, x, c, soft)  # type: ignore[no-any-return]
     tree = Tree(x, "x")
     values = tree.check()
-    _refuse(tree.tensors)
+    for tensor in tree.tensors:
+        if tensor.is_complex() or tensor.layout != torch.strided:
+            got = f"dtype {tensor.dtype}" if tensor.is_complex() else f"layout {tensor.layout}"
+            raise TypeError(
+                f"clip_by_spectral_norm takes real and dense matrices, got one of {got}; convert "
+                "it with to_dense(), or clip by norm"
+            )
     limit, soft = as_limit("c", c), as_flag("soft", soft)
     refuse_tracer()
     if is_jit_traced():
@@ -134,14 +139,3 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
     made = dict(zip(by_norm, vectors, strict=True))
     made.update(singular_values.clipped(values, bounds, limit, soft=soft))
     return [made[i] if i in made else x.clone() for i, x in enumerate(values)]
-
-
-def _refuse(tensors: list[Tensor]) -> None:
-    """TypeError for tensors whose singular values are not to be had."""
-    for x in tensors:
-        if x.is_complex() or x.layout != torch.strided:
-            got = f"dtype {x.dtype}" if x.is_complex() else f"layout {x.layout}"
-            raise TypeError(
-                f"clip_by_spectral_norm takes real and dense matrices, got one of {got}; convert "
-                "it with to_dense(), or clip by norm"
-            )

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.plan import WIDE
 
@@ -139,8 +140,3 @@ def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
     rounded = exact + (exact.detach().to(narrow).to(wide) - exact.detach())
     # Of float32, a product in float64 is exact.
     return (x.to(wide) * rounded).to(narrow).to(x.dtype)
-
-
-def arithmetic_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a real tensor is multiplied."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

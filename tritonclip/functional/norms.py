@@ -83,7 +83,7 @@ def norms_of_rows(rows: Sequence[Tensor]) -> list[Tensor]:
     for i in set(range(len(rows))).difference(norms):
         x = rows[i]
         if x.numel():
-            norms[i] = unit_norms(x, on_host=choose.host_decides(x.device))
+            norms[i] = unit_norms(x)
         else:
             norms[i] = torch.zeros(len(x), dtype=wide_dtype(x.device), device=x.device)
     return [norms[i] for i in range(len(rows))]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
+from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.checks import check_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
@@ -185,7 +186,7 @@ def clip_per_example(
         finite = [x.isfinite() for x in norms]
         if nonfinite == "error":
             _refuse_nonfinite(finite, tree, read)
-        elif not all(map(_is_all_on_host, finite)):
+        elif not (read and all(choose.host_decides(x.device) and bool(x.all()) for x in finite)):
             every = finite if per_layer else finite * len(batches)
             for batch, is_finite in zip(batches, every, strict=True):
                 batch.leave_out(~is_finite.to(batch.device))
@@ -226,7 +227,7 @@ class _Batch:
     def __init__(self, x: Tensor, n: int, *, fast: bool) -> None:
         self.fast, self.device, self._is_complex = fast, x.device, x.is_complex()
         real = formulas.real_of(x.contiguous()) if self._is_complex else x
-        self.dtype = formulas.arithmetic_of(real.dtype)
+        self.dtype = arithmetic_of(real.dtype)
         self._shape = real.shape[1:]
         self._order: list[int] | None = None
         self._left_out: Tensor | None = None
@@ -338,7 +339,6 @@ def _norm_over(norms: Tensor, dtype: torch.dtype) -> Tensor:
 def _weights_of(
     norms: Tensor, limit: float | Tensor, dtype: torch.dtype, *, normalize: bool, fast: bool
 ) -> Tensor:
-    """The factor of each example."""
     if normalize:
         return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
     if not fast or isinstance(limit, Tensor) or not _LEAST <= limit <= 1 / _LEAST:
@@ -354,11 +354,6 @@ def _for_each(weights: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
         return [weight.to(*target) for weight, target in zip(weights, targets, strict=True)]
     weight_for = {target: weights[0].to(*target) for target in set(targets)}
     return [weight_for[target] for target in targets]
-
-
-def _is_all_on_host(flags: Tensor) -> bool:
-    """Whether flags are known to be all true without a wait."""
-    return is_readable([flags]) and choose.host_decides(flags.device) and bool(flags.all())
 
 
 def _count_examples(tree: Tree) -> int:
@@ -389,7 +384,6 @@ def _count_examples(tree: Tree) -> int:
 
 
 def _check_options(reduce: object, nonfinite: object, n: int) -> None:
-    """ValueError for options that are none, and for the mean of no example."""
     check_policy(nonfinite)
     if reduce not in ("sum", "mean"):
         raise ValueError(f"reduce must be 'sum' or 'mean', got {reduce!r}")
@@ -401,13 +395,10 @@ def _check_options(reduce: object, nonfinite: object, n: int) -> None:
 
 
 def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
-    """The limit, one number or element."""
-    limit = as_limit_or_tensor("max_norm", max_norm)
+    limit, is_known = as_limit_or_tensor("max_norm", max_norm), True
     if isinstance(limit, Tensor):
         limit = one_element("max_norm", limit)
         is_known = is_readable([limit]) and choose.host_decides(limit.device)
-    else:
-        is_known = True
     if normalize and is_known and limit == math.inf:
         raise ValueError("max_norm must be finite with normalize=True, got inf")
     return limit
@@ -456,9 +447,8 @@ def _totals_of(add_to: Any, tree: Tree, *, fast: bool) -> list[Tensor]:
         fault = _fault_of_total(total, x)
         if fault:
             raise ValueError(f"add_to{path} {fault}")
-    regions = [region for region in map(memory_of, totals) if region is not None]
     taken = {x.untyped_storage().data_ptr() for x in tree.tensors if x.numel()}
-    if find_overlap(regions) is not None or any(
+    if find_overlap(list(map(memory_of, totals))) is not None or any(
         x.untyped_storage().data_ptr() in taken for x in totals if x.numel()
     ):
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
+from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import ARITHMETIC, wide_dtype
 from tritonclip.engine import execute
 from tritonclip.functional import c_loops, formulas
@@ -65,8 +66,6 @@ def _scaled_one(x: Tensor, coefficient: Coefficient) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """A real tensor times a coefficient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, coefficient: Tensor) -> Tensor:
         ctx.save_for_backward(x, coefficient)
@@ -88,7 +87,7 @@ class _Product(torch.autograd.Function):
 
 def _product(x: Tensor, coefficient: Tensor) -> Tensor:
     """As `formulas.product_of`, in the narrowest dtype that gives its bits."""
-    narrow = formulas.arithmetic_of(x.dtype)
+    narrow = arithmetic_of(x.dtype)
     factor = coefficient.to(x.device, narrow)
     if x.dtype in ARITHMETIC and x.dim():
         # A 0-d factor would be rounded to a half type first.
@@ -112,7 +111,7 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
     products: dict[int, Tensor] = {}
     for (device, dtype), indices in groups.items():
         group = [tensors[i] for i in indices]
-        factor = coefficient.to(device, formulas.arithmetic_of(dtype))
+        factor = coefficient.to(device, arithmetic_of(dtype))
         if dtype == factor.dtype and not any(map(Tensor.is_neg, group)):
             made: Sequence[Tensor] = torch._foreach_mul(group, factor)
         elif choose.backend_name(device, dtype) != "triton":
