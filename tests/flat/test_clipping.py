@@ -17,7 +17,6 @@ from helpers import reference
 from helpers.cases import FLOATS, NORM_TYPES, assert_bits, assert_norm, copies, grad_of, normal
 from helpers.views import SHAPES, grads_of, mixed, parameters_of
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
-from tritonclip.flat import flat_gradients
 
 
 @pytest.mark.covering(2)
@@ -178,13 +177,13 @@ def test_buffers_are_planned_again_only_where_memory_moved(monkeypatch):
     """A plan has addresses, which kernels read."""
     model = torch.nn.Linear(3, 2)
     flat = FlatGradients(model)
-    plan, planned = flat_gradients.list_of, []
+    plan, planned = flat._plan, []
 
     def counted(*args, **kwargs):
         planned.append(args)
         return plan(*args, **kwargs)
 
-    monkeypatch.setattr("tritonclip.flat.flat_gradients.list_of", counted)
+    monkeypatch.setattr(flat, "_plan", counted)
     for _ in range(3):
         tritonclip.clip_(flat, 1.0)
     assert len(planned) == 1

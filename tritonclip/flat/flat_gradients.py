@@ -16,7 +16,7 @@ from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
-from tritonclip.flat.layout import Views, is_wanted, lay_out, refuse
+from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch
 from tritonclip.hints import explained
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
@@ -205,7 +205,7 @@ class FlatGradients:
         key = (per_gradient, setting, None if processes is None else processes.group)
         planned = self._planned.get(key)
         if planned is None or (processes is not None and processes.copies is not None):
-            planned = list_of(self._views, processes, per_gradient=per_gradient)
+            planned = self._plan(processes, per_gradient=per_gradient)
             # The list may have memory of the buffers, too.
             self._watch.read_addresses_()
             # A rejected list has other versions.
@@ -219,6 +219,19 @@ class FlatGradients:
         if failure is not None:
             planned.reject_(failure)
         return planned
+
+    def _plan(self, processes: Processes | None, *, per_gradient: bool) -> Gradients:
+        """A gradient list of the buffers or, `per_gradient`, of gradients as flat tensors."""
+        refuse_copies(processes)
+        views = self._views
+        tensors = views.flat() if per_gradient else list(views.buffers)
+        label_of = [slot.label for slot in views.slots].__getitem__
+        device, cache = tensors[0].device, PlanCache(capacity=1)
+        if processes is None:
+            return Gradients(tensors, device, label_of, cache=cache, views=views)
+        return ShardedGradients(
+            tensors, tensors, label_of, processes, device, label_of, cache=cache, views=views
+        )
 
     def _check_cheaply(self) -> None:
         if not self._watch.check_some():
@@ -248,22 +261,6 @@ class FlatGradients:
     def __repr__(self) -> str:
         buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)
         return f"FlatGradients({len(self)} parameters: {buffers})"
-
-
-def list_of(views: Views, processes: Processes | None, *, per_gradient: bool) -> Gradients:
-    """A gradient list with its plan, of buffers or, `per_gradient`, of gradients as flat tensors.
-
-    ValueError for `copies`, because buffers hold many parameters.
-    """
-    tensors = views.flat() if per_gradient else list(views.buffers)
-    label_of = [slot.label for slot in views.slots].__getitem__
-    device, cache = tensors[0].device, PlanCache(capacity=1)
-    if processes is None:
-        return Gradients(tensors, device, label_of, cache=cache, views=views)
-    refuse_copies(processes)
-    return ShardedGradients(
-        tensors, tensors, label_of, processes, device, label_of, cache=cache, views=views
-    )
 
 
 def refuse_copies(processes: Processes | None) -> None:

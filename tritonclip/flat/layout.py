@@ -97,20 +97,16 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> Views:
         sizes = {i: named[i][1].numel() * named[i][1].element_size() for i in members}
         for position in sorted(members, key=lambda i: sizes[i] % _VECTOR != 0):
             label, parameter = named[position]
-            slots[position] = Slot(
-                label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
-            )
-            offset += parameter.numel()
+            stride = parameter.stride()
+            # As autograd lays out gradients: as the parameter, where that is dense.
+            if flat_size(parameter) is None:
+                stride = torch.empty(parameter.shape, device="meta").stride()
+            n, shape = parameter.numel(), parameter.shape
+            slots[position] = Slot(label, len(buffers), offset, n, shape, stride)
+            offset += n
         # Never inference tensors, which no backward could add to.
         buffers.append(outside_inference(torch.zeros)(offset, dtype=dtype, device=device))
     return Views(tuple(buffers), [slots[position] for position in range(len(named))])
-
-
-def _stride(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where it is dense, as autograd lays out gradients."""
-    if flat_size(parameter) is not None:
-        return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def is_wanted(parameter: Tensor) -> bool:

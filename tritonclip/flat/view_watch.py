@@ -117,7 +117,6 @@ class ViewWatch:
 
 
 def _refuse_wanted(left_out: Named) -> None:
-    """Raises if a parameter that was left out needs to be clipped now."""
     wanted = [label for label, parameter in left_out if is_wanted(parameter)]
     if wanted:
         raise RuntimeError(
