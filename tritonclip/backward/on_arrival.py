@@ -111,8 +111,6 @@ def clip_on_backward_(
 
 
 class _Clip:
-    """The hook of one parameter."""
-
     def __init__(self, label: str, rule: ClipByNorm | ClipByValue, nonfinite: str) -> None:
         self._label, self._rule, self._nonfinite = label, rule, nonfinite
 
@@ -139,7 +137,6 @@ def _register(parameter: Tensor, hook: _Clip) -> RemovableHandle:
 
 
 def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuses parameters whose gradients would never be clipped, or too late."""
     if any(hasattr(parameter, FSDP_MARK) for _, parameter in named):
         raise TypeError(
             "the parameters are those of FullyShardedDataParallel, which accumulates and averages "

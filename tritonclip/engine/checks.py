@@ -157,10 +157,11 @@ def raise_if_any_nonfinite(gradients: Gradients, remedy: str) -> None:
 
 def nonfinite_indices(gradients: Gradients) -> list[int]:
     """Which gradients have a NaN or inf; waits for the device."""
-    return gradients.indices_where(lambda g: not bool(torch.isfinite(_elements(g)).all()))
 
+    def is_nonfinite(grad: Tensor) -> bool:
+        grad = grad.coalesce()._values() if grad.layout == torch.sparse_coo else grad
+        # float8 cannot be asked.
+        grad = grad.float() if grad.dtype.itemsize == 1 else grad
+        return not bool(torch.isfinite(grad).all())
 
-def _elements(grad: Tensor) -> Tensor:
-    """A gradient's elements, in a dtype that can be asked for NaN; float8 cannot."""
-    grad = grad.coalesce()._values() if grad.layout == torch.sparse_coo else grad
-    return grad.float() if grad.dtype.itemsize == 1 else grad
+    return gradients.indices_where(is_nonfinite)

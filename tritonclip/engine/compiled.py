@@ -32,11 +32,6 @@ from tritonclip.rules import ClipByGlobalNorm, Rule, rule_of
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
-def _is_written(rule: Rule) -> bool:
-    """Whether `_read_rule` finds a rule again: not one that changes, or of a user's class."""
-    return rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule)
-
-
 @lru_cache(maxsize=64)
 def _read_rule(text: str) -> Rule:
     rule: Rule = _kind_of(text)(*map(float, text.split()[1:]))
@@ -79,22 +74,16 @@ def _clip(
         rule = _kind_of(text)(*arguments, **options)
     if weights is not None:
         gradients = gradients.with_parameters(weights)
-    if rule.per_gradient:
-        _refuse_repeated(gradients, len(grads))
+    if rule.per_gradient and gradients.distinct is not None:
+        again = min(set(range(len(grads))).difference(gradients.distinct))
+        raise ValueError(
+            f"the gradient of {gradients.label_of(again)} has the memory of an earlier one, and a "
+            f"compiled graph expects a norm for each of {len(grads)}; expected each gradient once: "
+            "pass one of the two, or clip outside of the compiled region"
+        )
     scale = constant_scale if grad_scale is None else as_grad_scale(grad_scale)
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     return grads[0].new_empty(0) if norm is None else norm
-
-
-def _refuse_repeated(gradients: Gradients, n: int) -> None:
-    """Refuses one gradient met twice where there must be a norm for each of n."""
-    if gradients.distinct is not None:
-        again = min(set(range(n)).difference(gradients.distinct))
-        raise ValueError(
-            f"the gradient of {gradients.label_of(again)} has the memory of an earlier one, and a "
-            f"compiled graph expects a norm for each of {n}; expected each gradient once: pass one "
-            "of the two, or clip outside of the compiled region"
-        )
 
 
 def _simulate_clip(grads: Sequence[Tensor], names: str, text: str, *_: object) -> Tensor:
@@ -113,10 +102,6 @@ def _norm(
         norm_type = as_norm_type("norm_type", order.item())
     gradients = Gradients(tensors, tensors[0].device, "tensors[{}]".format)
     return execute.total_norm(gradients, norm_type, raises)
-
-
-def _simulate_norm(tensors: Sequence[Tensor], *_: object) -> Tensor:
-    return tensors[0].new_empty((), dtype=result_dtype(tensors))
 
 
 def _scale(
@@ -164,7 +149,7 @@ _norm_op = _operator(
     "total_norm",
     "(Tensor[] tensors, float norm_type, bool raises=False, Tensor? order=None) -> Tensor",
     _norm,
-    _simulate_norm,
+    lambda tensors, *_: tensors[0].new_empty((), dtype=result_dtype(tensors)),
 )
 _scale_op = _operator(
     "scale_to_norm_",
@@ -283,7 +268,8 @@ def clip_(
         spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
     if (
         (state is not None or process_group is not None or copies is not None)
-        or not _is_written(rule)
+        # `_read_rule` would not find it again: it changes, or is of a user's class.
+        or not (rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule))
         or spread
         or _is_spread(grads)
     ):

@@ -48,9 +48,6 @@ class Outcome(NamedTuple):
     limit: float | Tensor = math.nan
 
 
-_CLAMPED = Outcome(None, ())
-
-
 def clip_(
     gradients: Gradients,
     rule: Rule,
@@ -133,25 +130,21 @@ def _clip_only_group_(
 
     Small lists take up to a quarter less time than by `measure` and `write_`, which serve all.
     """
-    batch: Any
     if rule.per_unit:
-        (batch,) = units.batches_of(gradients, rule)
-    else:
-        batch = group.layout.bind(gradients.readable, gradients.addresses)
-    norm: Tensor | None = None
+        (units_batch,) = units.batches_of(gradients, rule)
+        clip = Clip(2.0, rule.eps, limit, grad_scale)
+        return units_batch.scale_each_(units_batch.measure(), clip)[0]
+    batch = group.layout.bind(gradients.readable, gradients.addresses)
     if rule.clamps:
         low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)
-    elif rule.per_unit:
-        norm, _ = batch.scale_each_(batch.measure(), Clip(2.0, rule.eps, limit, grad_scale))
-    elif rule.per_gradient:
-        if is_pre_dispatch():
-            refuse_tracer()
-        norms = batch.norm(rule.norm_type, per_gradient=True)
-        norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
-    else:
-        norm = batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
-    return norm
+        return None
+    if not rule.per_gradient:
+        return batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
+    if is_pre_dispatch():
+        refuse_tracer()
+    norms = batch.norm(rule.norm_type, per_gradient=True)
+    return batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))[0]
 
 
 def write_(
@@ -172,8 +165,12 @@ def write_(
     assert plan is not None
     reference = verify.Reference(gradients) if plan.verifying else None
     if rule.clamps:
-        _clamp_(gradients, rule, grad_scale)
-        outcome = _CLAMPED
+        # Every step that may fail, such as an upload of addresses, comes before the first write.
+        batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
+        for group, batch in zip(plan.groups, batches, strict=True):
+            low, high = rule.bounds[group.dtype]
+            batch.clamp_(low, high, grad_scale)
+        outcome = Outcome(None, ())
         if zero_nonfinite:
             # After clamping, as the bounds may exclude 0. Clamping has divided out the loss scale.
             assert norms is not None
@@ -183,19 +180,16 @@ def write_(
         left, scale = (norms.without_scale(), 1.0) if keeps_scale else (norms, grad_scale)
         outcome = _scale_groups_(gradients, rule, left, scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
-        gradients.finish_writing(wrote=_may_have_written(rule, grad_scale, outcome))
+        # Not where all coefficients are the number 1.
+        wrote = rule.clamps or isinstance(grad_scale, Tensor) or grad_scale != 1
+        coefficients = [coefficient for _, coefficient in outcome.by_group]
+        wrote = wrote or any(isinstance(c, Tensor) or c != 1 for c in coefficients)
+        gradients.finish_writing(wrote=wrote)
     if reference is not None:
         options: Any = {"zero_nonfinite": zero_nonfinite, "keeps_scale": keeps_scale}
         write = partial(write_, grad_scale=grad_scale, **options)
         reference.check_clip(write, rule, grad_scale, norms, outcome.norm, **options)
     return outcome
-
-
-def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
-    """Whether gradients may have been written: not if all coefficients are the number 1."""
-    if rule.clamps or isinstance(grad_scale, Tensor) or grad_scale != 1:
-        return True
-    return any(isinstance(c, Tensor) or c != 1 for _, c in outcome.by_group)
 
 
 def _scale_groups_(
@@ -236,17 +230,6 @@ def _scale_groups_(
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_shared = isinstance(limit, float) or not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
-
-
-def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> None:
-    """Clamps every group."""
-    plan = gradients.plan
-    assert plan is not None
-    # Every step that may fail, such as an upload of addresses, comes before the first write.
-    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
-    for group, batch in zip(plan.groups, batches, strict=True):
-        low, high = rule.bounds[group.dtype]
-        batch.clamp_(low, high, grad_scale)
 
 
 @without_grad
@@ -349,7 +332,6 @@ def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms)
 
 
 def _is_each(limit: Limit) -> bool:
-    """Whether each gradient has its own limit."""
     return isinstance(limit, list) or (isinstance(limit, Tensor) and limit.dim() > 0)
 
 

@@ -246,14 +246,12 @@ class Gradients:
 
     def owners(self) -> list[Tensor]:
         """The parameter of each gradient, in order."""
+        at: Sequence[int] | None = self.distinct
         parameters = self.parameters
         if parameters is None:
             assert self.sources is not None
-            if len(self.sources) == len(self.tensors):
-                return list(self.sources)
-            parameters = [p for p in self.sources if gradient_of(p) is not None]
-        once = self.distinct
-        return list(parameters) if once is None else [parameters[i] for i in once]
+            at, parameters = self.positions(), self.sources
+        return list(parameters) if at is None else [parameters[i] for i in at]
 
     def finish_writing(self, *, wrote: bool = True) -> None:
         """Writes copies back, and counts versions of sparse gradients."""
