@@ -107,7 +107,7 @@ def clip_backward(
 class ClipBackward(Module):
     """A module that returns its input, and clips the gradient of it; for `torch.nn.Sequential`.
 
-    The function is :func:`clip_backward`, whose notes hold here too.
+    The function is :func:`clip_backward`, whose arguments, errors and notes hold here too.
 
     Example:
         >>> import torch, tritonclip
@@ -121,15 +121,6 @@ class ClipBackward(Module):
         ...     optimizer.step()
         >>> linear.weight.grad  # the gradient of the output was 100
         tensor([[3., 4.]])
-
-    Args:
-        rule: :class:`ClipByNorm` or :class:`ClipByValue`, with a number as its limit.
-        nonfinite: "propagate", "error" or "zero", for a norm (for ClipByValue: an element) that is
-            NaN or inf; see :func:`clip_`. "error" raises from within `backward`.
-
-    Raises:
-        TypeError: a rule for several gradients, such as a number.
-        ValueError: an unknown policy.
     """
 
     def __init__(self, rule: ClipByNorm | ClipByValue, *, nonfinite: str = "propagate") -> None:

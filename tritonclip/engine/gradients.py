@@ -138,8 +138,8 @@ class Gradients:
         self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
         if new.distinct is not None:
             _, addresses = self._keep(new.distinct, tensors, addresses)
-        self.addresses = None if new.plan.sparse or new.plan.staged else addresses
-        if cache is not None and new.lasting:
+        self.addresses = None if new.plan.staged else addresses
+        if cache is not None and new.distinct is None:
             assert addresses is not None
             cache.keep(new.plan, tensors, addresses, setting, self.sharding)
 

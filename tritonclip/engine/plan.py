@@ -130,18 +130,16 @@ class NewPlan(NamedTuple):
     """A plan, and the list that it was made for.
 
     Attributes:
-        plan: may serve other lists where `lasting`.
+        plan: may serve other lists where none was dropped and all have addresses.
         distinct: indices of gradients that are not the very memory of an earlier one; None for all.
         copies: dense copies of distinct gradients that are staged, by their index.
         readable: the tensors of distinct gradients that verbs read and write.
-        lasting: no gradient was dropped, none is sparse, and all have addresses.
     """
 
     plan: Plan
     distinct: list[int] | None
     copies: dict[int, Tensor]
     readable: list[Tensor]
-    lasting: bool
 
 
 @without_grad
@@ -231,8 +229,7 @@ def make_plan(
         plan.only_group = groups[0]
     for group in groups:
         group.layout.dtype = plan.dtype
-    lasting = distinct is None and addresses is not None and not sparse
-    return NewPlan(plan, distinct, copies, readable, lasting)
+    return NewPlan(plan, distinct, copies, readable)
 
 
 def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:

@@ -49,9 +49,7 @@ class FlatGradients:
         (tensor([0.6000, 0.8000]),)
 
     Gradients are never None then: set them to 0 by :meth:`zero_`, or by
-    `optimizer.zero_grad(set_to_none=False)`. A parameter that took no part in a step has a gradient
-    of 0 in place of None: optimizers apply momentum and weight decay to it. `backward` adds to the
-    buffers in place.
+    `optimizer.zero_grad(set_to_none=False)`. docs/flat.md says what else changes in training.
 
     Args:
         parameters: tensors, a module, or (name, parameter) pairs, whose names appear in error
@@ -66,22 +64,14 @@ class FlatGradients:
             another shape.
 
     Notes:
-        Every call outside of torch.compile checks, in constant time, that no view was dropped, and
-        compares the addresses of the first, the last and 16 others, different ones in each call.
-        Noticed at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`, a move of a
-        submodule (`model.layer.to(...)`), and `backward(create_graph=True)`. Noticed after some
-        calls: a view dropped while other code keeps it, or made another view of its buffer since
-        the last call; `need_clip = False` set later; and a parameter that was left out and is
-        trained now (16 of these are compared at every call, too). :meth:`check` and `verify()`
-        find all of these, and a parameter frozen later, which keeps a gradient of 0.
+        Every call outside of torch.compile checks, in constant time, that no view was dropped;
+        docs/flat.md says what is noticed at once and what after some calls. :meth:`check` and
+        `verify()` find all of it.
 
-        It keeps its parameters alive. It does not notice that another parameter takes the place of
-        one (`load_state_dict(assign=True)`): make a new one then. A :class:`ClippedOptimizer` finds
-        it in its groups. Copy or pickle it together with its model or optimizer. `share_memory()`
-        moves buffers and views together, and they stay in use.
-
-        DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: otherwise DDP
-        makes gradients views of its buckets. FSDP is not supported.
+        It keeps its parameters alive, and does not notice that another parameter takes the place of
+        one (`load_state_dict(assign=True)`): make a new one then. Copy or pickle it together with
+        its model or optimizer. DistributedDataParallel needs `gradient_as_bucket_view=False`, its
+        default. FSDP is not supported.
 
         Gradients whose size is a multiple of 16 bytes come first, so that each starts at one.
     """

@@ -104,8 +104,7 @@ def clip_by_global_norm(
     Notes:
         There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN;
         inf makes the finite elements 0. `max_norm=inf` changes nothing. Both results have
-        derivatives of first and second order everywhere: at the limit the mean of both sides, at 0
-        that of the identity.
+        derivatives of first and second order everywhere, see docs/functional.md.
 
     References:
         TensorFlow, `tf.clip_by_global_norm`; optax, `clip_by_global_norm`; Pascanu, Mikolov,

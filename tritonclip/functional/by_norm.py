@@ -73,8 +73,7 @@ def clip_by_norm(
         its norm NaN; an inf makes the finite ones 0. Two norms can be finite all the same: that of
         order 0, which only counts elements, and that of order -inf, which is the smallest
         magnitude; the other elements then stay finite. `max_norm=inf` changes nothing. Derivatives
-        of first and second order exist everywhere: at the limit the mean of both sides, at 0 that
-        of the identity. The derivative of a norm of 0 is 0.
+        of first and second order exist everywhere, see docs/functional.md.
 
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.

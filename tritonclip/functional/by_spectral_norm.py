@@ -65,16 +65,8 @@ def clip_by_spectral_norm(x: T, c: float, soft: bool = False) -> T:
 
     Notes:
         There is no decomposition on a GPU, only products of float32 matrices (float64 for float64),
-        like shapes in one batch, most of them of the smaller side. The largest singular value of
-        the result is at most 1e-4 over `c`, relatively (float64: 1e-10), and the result differs
-        from that of an SVD in float64 by at most ``1e-4 * c + 1e-5 * largest`` in spectral norm,
-        before it is rounded to its dtype. Where PyTorch may use TF32
-        (`torch.set_float32_matmul_precision`), by a hundredfold. The host waits for the device, as
-        often as shapes differ.
-
-        A matrix of which a bound shows that no singular value exceeds `c` keeps all bits: of its
-        2-norm, else of a Schatten norm of order 512. Softly, one whose singular values are so far
-        below `c` that the change is less than the rounding of float32.
+        like shapes in one batch. docs/spectral.md has the bounds of their errors, and says which
+        matrices keep all bits. The host waits for the device, as often as shapes differ.
 
         A matrix with a NaN becomes NaN; an inf makes its finite elements 0. First derivatives are
         those of the products, which keep about 40 matrices of the smaller side; at the limit, where

@@ -67,11 +67,8 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     Notes:
         Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where
         bounds that are tensors cross, so that `min > max`, the result is `max`, as of
-        `torch.clamp`.
-
-        Derivatives of first and second order exist everywhere, in the bounds too: on a bound the
-        mean of both sides, one half, as of `torch.minimum`. On a GPU this is one operator of
-        PyTorch, which reads and writes once.
+        `torch.clamp`. Derivatives of first and second order exist everywhere, also in the bounds,
+        see docs/functional.md.
 
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.

@@ -153,14 +153,9 @@ def clip_per_example(
         `max_norm` times the root of the number of tensors.
 
         A call that raises has changed nothing. There is no eps: an example whose norm equals
-        `max_norm` is not changed. Coefficients and sums are float32, float64 for float64, and are
-        rounded once to narrower dtypes. Without examples the sum is 0.
-
-        Gradients are copied in pieces, at most 16 million elements at a time, where they are of
-        half precision, where memory has examples inside of another dimension, as vmap makes the
-        gradient of an embedding, and where examples are left out; as a whole only where elements
-        have gaps in between. Derivatives are those of PyTorch's operators, which keep copies as
-        large as the gradients: detach the parameters where none are wanted.
+        `max_norm` is not changed. Without examples the sum is 0. Derivatives keep copies as large
+        as the gradients: detach the parameters where none are wanted. docs/per_example.md says how
+        sums are rounded, and what is copied in pieces.
 
     References:
         Abadi et al., `Deep Learning with Differential Privacy <https://arxiv.org/abs/1607.00133>`_,

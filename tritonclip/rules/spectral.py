@@ -52,9 +52,8 @@ class ClipBySpectralNorm(ExcludingRule):
     Notes:
         A call returns the largest singular values before clipping, in order, by a power iteration:
         at most 1% too small, and never too large but for rounding. Exact are the norms of vectors.
-        Accuracy of the gradients, and which of them keep all bits:
-        :func:`tritonclip.functional.clip_by_spectral_norm`. They cost matrix products in every
-        call, of which docs/performance.md has the share in a step; the host waits for a GPU.
+        docs/spectral.md has the accuracy of the gradients, and says which of them keep all bits.
+        They cost matrix products in every call; the host waits for a GPU.
         Complex and sparse gradients are refused. So are DTensors, whose shards have other singular
         values than the matrix. Plain tensors that are shards of one matrix, as Megatron's, cannot
         be told from whole ones: each would be clipped by itself.

@@ -43,11 +43,9 @@ class ClipByUnitNorm(ExcludingRule):
         eps: the smallest norm used for weights, so that weights that start at 0 can grow; 0 or
             more, finite.
         exclude: parameters without a limit: a module (for its present parameters), a parameter, or
-            an iterable of these. The authors exclude the last linear layer. Gradients of excluded
-            parameters are still measured, divided by the loss scale, and zeroed under
-            nonfinite="zero"; `need_clip = False` leaves a parameter out altogether. A rule keeps
-            them alive. A call whose parameters include none of the excluded ones raises
-            ValueError.
+            an iterable of these, which the rule keeps alive. The authors exclude the last linear
+            layer. Excluded gradients are still measured, divided by the loss scale, and zeroed
+            under nonfinite="zero". A call to which none of them is passed raises ValueError.
 
     Raises:
         ValueError: a ratio or `eps` that is negative or NaN, an infinite `eps`.
