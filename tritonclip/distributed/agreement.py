@@ -271,12 +271,11 @@ class Replicas:
                 )
 
 
-# Position, coordinates, weight and elements of a shard.
-_Shard = tuple[int, tuple[int, ...], float, Tensor]
+def _shards(gradients: ShardedGradients) -> list[tuple[int, tuple[int, ...], float, Tensor]]:
+    """Position, coordinates, weight and elements of the shards here, and of Partial ones the sums.
 
-
-def _shards(gradients: ShardedGradients) -> list[_Shard]:
-    """The shards here, and the sums of Partial ones; every process of a sum calls this."""
+    Every process of a sum calls this.
+    """
     sharding, shards = gradients.sharding, []
     local = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     anywhere = {pair for part in gather_objects(local, sharding.domain).values() for pair in part}

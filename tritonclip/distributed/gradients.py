@@ -25,7 +25,13 @@ from tritonclip.distributed.reduction import (
     ShardGroup,
     run_exchanges,
 )
-from tritonclip.distributed.shards import LocalShard, Sharding, are_sharded, local_shards
+from tritonclip.distributed.shards import (
+    LocalShard,
+    Sharding,
+    are_sharded,
+    known_sharding,
+    local_tensors,
+)
 from tritonclip.engine.arguments import (
     PLAIN,
     LabelOf,
@@ -176,23 +182,19 @@ class ShardedGradients(Gradients):
             self.reject_(error)
 
     def _take(self, grads: Sequence[Tensor | None], views: Any = None) -> None:
-        shards = local_shards(self.wanted, grads, self._processes, self.label_of_parameter)
-        self.sharding, self.wrappers, self.absent = shards.sharding, shards.wrappers, shards.absent
+        label_of = self.label_of_parameter
+        self.sharding = sharding = known_sharding(self.wanted, grads, self._processes, label_of)
+        tensors, self.wrappers = local_tensors(grads, sharding)
+        self.absent = [self.wanted[i] for i in sharding.absent]
         self.plan = self.addresses = self.distinct = self.versions = None
         super().__init__(
-            shards.tensors,
-            self.device,
-            self.label_of,
-            self.sources,
-            self.argument,
-            self._cache,
-            views,
+            tensors, self.device, self.label_of, self.sources, self.argument, self._cache, views
         )
-        if not shards.tensors:
+        if not tensors:
             # As the other processes, with which it takes part.
             verifying = settings.current().verifying
-            nothing = empty_plan(self.device, verifying=verifying, wide=self.sharding.wide)
-            nothing.reduction = self._reduction(nothing, self.sharding.positions)
+            nothing = empty_plan(self.device, verifying=verifying, wide=sharding.wide)
+            nothing.reduction = self._reduction(nothing, sharding.positions)
             self.plan = None if nothing.reduction is None else nothing
 
     def _make_plan(

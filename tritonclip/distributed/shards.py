@@ -7,10 +7,10 @@ The norm of all shards is the root of the sum of weight * norm**p over all proce
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
 gradients that are there.
 
-    shards = local_shards(parameters, grads, processes, label)
-    shards.tensors                    plain tensors, which verbs read and write
-    shards.sharding.shards[i].weight  1 / the processes that hold this shard
-    shards.sharding.domain.groups     to be reduced over, one after the other
+    sharding = known_sharding(parameters, grads, processes, label)
+    sharding.shards[i].weight    1 / the processes that hold this shard
+    sharding.domain.groups       to be reduced over, one after the other
+    local_tensors(grads, sharding)[0]    plain tensors, which verbs read and write
 
 A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
 met before is recognised by the identity of its specs.
@@ -262,16 +262,6 @@ _NOBODY = Processes()
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
-class LocalShards(NamedTuple):
-    """The shards of a gradient list that lie here: plain tensors, one a gradient."""
-
-    tensors: list[Tensor]
-    # The DTensors around them, whose versions count too; and the parameters without a gradient.
-    wrappers: list[Tensor]
-    absent: list[Tensor]
-    sharding: Sharding
-
-
 class _CachedSharding(NamedTuple):
     """A sharding, and the list that it was made for: specs of parameters and gradients."""
 
@@ -305,13 +295,13 @@ def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
     return any(issubclass(cls, dtensor) for cls in set(map(type, tensors)))
 
 
-def local_shards(
+def known_sharding(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     processes: Processes | None,
     label: Callable[[int], str],
-) -> LocalShards:
-    """The local shards of gradients, one or None for each parameter; plain ones count as they are.
+) -> Sharding:
+    """How gradients lie, one or None for each parameter; plain ones count as they are.
 
     TypeError for a Partial gradient that is no sum, ValueError for meshes or groups that cannot be
     reduced over, and for a wrong number of copies.
@@ -342,12 +332,28 @@ def local_shards(
     if cached is None or not cached.serves(specs, grad_specs, n_copies):
         sharding = sharding_of(specs, grad_specs, n_copies, user, label)
     elif cached.has(specs, grad_specs):
-        return _shards_of(parameters, grads, dtensor, cached.sharding)
+        return cached.sharding
     else:
         # Other specs, of the same content: from now on these are recognised at once.
         sharding = cached.sharding
     _keep(key, _CachedSharding(specs, grad_specs, n_copies, user.group, user.meshes, sharding))
-    return _shards_of(parameters, grads, dtensor, sharding)
+    return sharding
+
+
+def local_tensors(
+    grads: Sequence[Tensor | None], sharding: Sharding
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The shards that lie here, and the DTensors around them, whose versions count too."""
+    dtensor, there = dtensor_class(), [g for g in grads if g is not None]
+    if not sharding.mixed:
+        wrappers, tensors = there, list(map(_get_local, there))
+    else:
+        wrappers = [g for g in there if isinstance(g, dtensor)]
+        tensors = [_get_local(g) if isinstance(g, dtensor) else g for g in there]
+    if not PLAIN.issuperset(map(type, tensors)):
+        # Results of collectives that may still run.
+        tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
+    return tensors, wrappers
 
 
 def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:
@@ -387,19 +393,3 @@ def _keep(key: tuple[object, ...], cached: _CachedSharding) -> None:
         except KeyError:
             # Emptied by another thread.
             break
-
-
-def _shards_of(
-    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any, sharding: Sharding
-) -> LocalShards:
-    there: list[Any] = [g for g in grads if g is not None]
-    if not sharding.mixed:
-        wrappers, tensors = there, list(map(_get_local, there))
-    else:
-        wrappers = [g for g in there if isinstance(g, dtensor)]
-        tensors = [g._local_tensor if isinstance(g, dtensor) else g for g in there]
-    if not PLAIN.issuperset(map(type, tensors)):
-        # Results of collectives that may still run.
-        tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
-    absent = [parameters[i] for i in sharding.absent]
-    return LocalShards(tensors, wrappers, absent, sharding)
