@@ -32,22 +32,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if needs_clip(parameter) else None
 
 
-def parameters_of(module: Module) -> list[Tensor]:
-    """As `list(module.parameters())`, by one walk; ValueError for need_clip = False on a module."""
-    found = _walk(module)
-    cls = type(module)
-    if any(getattr(cls, name) is not getattr(Module, name) for name in _METHODS):
-        return list(module.parameters())
-    return found
-
-
-def check_marks(module: Module) -> None:
-    """Refuses marks on modules; raises as above."""
-    _walk(module)
-
-
-def _walk(module: Module) -> list[Tensor]:
-    """The parameters in the order of `module.parameters()`."""
+def check_marks(module: Module) -> list[Tensor]:
+    """The parameters, as `module.parameters()` has them; ValueError for marks on modules."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting: list[Module | None] = [module]
@@ -58,21 +44,18 @@ def _walk(module: Module) -> list[Tensor]:
         seen.add(id(child))
         attributes = child.__dict__
         if "need_clip" in attributes and not attributes["need_clip"]:
-            _refuse_mark(module, child)
+            names = [name for name, other in module.named_modules() if other is child]
+            name = f"module.{names[0]}" if names and names[0] else "module"
+            raise ValueError(
+                f"{name} (a {type(child).__name__}) has need_clip = False, which nothing reads on "
+                "a module; expected it on parameters: "
+                f"for p in {name}.parameters(): p.need_clip = False"
+            )
         for parameter in child._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
         waiting.extend(reversed(child._modules.values()))
     return list(found.values())
-
-
-def _refuse_mark(module: Module, marked: Module) -> None:
-    names = [name for name, child in module.named_modules() if child is marked]
-    name = f"module.{names[0]}" if names and names[0] else "module"
-    raise ValueError(
-        f"{name} (a {type(marked).__name__}) has need_clip = False, which nothing reads on a "
-        f"module; expected it on parameters: for p in {name}.parameters(): p.need_clip = False"
-    )
 
 
 LabelOf = Callable[[int], str]
@@ -98,7 +81,10 @@ def as_list(parameters: object) -> list[Any]:
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, Module):
-        return parameters_of(parameters)
+        found, cls = check_marks(parameters), type(parameters)
+        if any(getattr(cls, name) is not getattr(Module, name) for name in _METHODS):
+            return list(parameters.parameters())
+        return found
     if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes | dict):
         return list(parameters)
     raise TypeError(

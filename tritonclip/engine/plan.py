@@ -108,10 +108,9 @@ class Plan:
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""
-        if self.views:
-            grads = list(grads)
-            for view in self.views:
-                grads[view.index] = view.of(grads[view.index])
+        grads = list(grads)
+        for view in self.views:
+            grads[view.index] = view.of(grads[view.index])
         return grads
 
 

@@ -172,7 +172,7 @@ def clip_per_example(
     _check_options(reduce, nonfinite, n)
     read = is_readable(tensors)
     fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
-    totals = None if add_to is None else _totals_of(add_to, tree, fast=fast)
+    totals = [] if add_to is None else _totals_of(add_to, tree, fast=fast)
 
     dtype = result_dtype(tensors)
     batches = [_Batch(x, n, fast=fast) for x in tensors]
@@ -198,13 +198,10 @@ def clip_per_example(
     sums = [batch.weighted_sum(weight) for batch, weight in zip(batches, weights, strict=True)]
     measured = [x.to(dtype) for x in norms]
     norms_of_all = tree.rebuild(measured) if per_layer else measured[0]
-    if totals is None:
-        pairs = zip(sums, tensors, strict=True)
-        return tree.rebuild(
-            [y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]
-        ), norms_of_all
+    if add_to is None:
+        rounded = [y.to(x.dtype) for y, x in zip(sums, tensors, strict=True)]
+        return tree.rebuild(rounded), norms_of_all
     torch._foreach_add_(totals, sums)
-    assert add_to is not None
     return add_to, norms_of_all
 
 

@@ -42,7 +42,7 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
 
 def _scaled_pairs(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
     """As `scaled`, with complex tensors among the others."""
-    pairs = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
+    pairs = list(map(formulas.real_of, tensors))
     if len(coefficients) == len(tensors):
         coefficients = [
             c.unsqueeze(-1) if x.is_complex() and isinstance(c, Tensor) and c.dim() else c
