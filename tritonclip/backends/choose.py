@@ -22,14 +22,10 @@ _OF_DEVICE = {"cpu": "native", "cuda": "triton"}
 
 
 def layout_of(tensors: list[Tensor]) -> Layout:
-    """The layout of some gradients, of the backend that serves them.
+    """The layout of gradients of one device and dtype, of the backend that serves them.
 
-    Args:
-        tensors: real, of one device and dtype, dense in memory, and contiguous where the layout is
-            not `by_address`; at least one.
-
-    Raises:
-        RuntimeError: a backend was asked for by name and cannot serve the device.
+    They are real, dense in memory, and contiguous where the layout is not `by_address`. Raises
+    RuntimeError where a backend was asked for by name and cannot serve the device.
     """
     device = tensors[0].device
     name = backend_name(device, tensors[0].dtype)
@@ -51,16 +47,7 @@ def torch_layout(device: torch.device) -> Layout:
 def unit_layout_of(
     grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype
 ) -> TorchUnitLayout:
-    """The layout of some gradients for a rule by unit, of the backend that serves them.
-
-    Args:
-        grads: of one device and dtype, as users see them; at least one.
-        weights: theirs.
-        dtype: of results.
-
-    Raises:
-        RuntimeError: triton was asked for by name and cannot serve the device.
-    """
+    """As `layout_of`, for a rule by unit, of gradients as users see them; `dtype` is of results."""
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
     name = backend_name(device, grads[0].dtype.to_real())
     is_arithmetic = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC

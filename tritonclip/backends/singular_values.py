@@ -194,9 +194,7 @@ def _clip_stack(
 def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:
     """The limit of each stage, and the ratio of the largest singular value to it.
 
-    Args:
-        limit: where the largest singular value is 1.
-        soft: limits add up as ``1 / c ** 2``.
+    In the beginning that is 1. Soft limits add up as ``1 / c ** 2``.
     """
     if not soft:
         n = max(1, math.ceil(-math.log(limit) / math.log(_RANGE)))

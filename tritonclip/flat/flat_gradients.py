@@ -171,10 +171,7 @@ class FlatGradients:
     ) -> Gradients:
         """The gradients with their plan, after a check in constant time; all under `verify()`.
 
-        Args:
-            per_gradient: each gradient is measured, rather than all together.
-            processes: that the gradients are spread over.
-            weights: the parameters will be read too, all of which are then looked up.
+        With `per_gradient`, each is measured; with `weights`, the parameters will be read too.
 
         Raises:
             RuntimeError: a gradient that is no view any more, unless other processes wait for the

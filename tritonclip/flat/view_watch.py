@@ -49,12 +49,8 @@ class ViewWatch:
     def check_some(self) -> bool:
         """Counts the views, and compares some addresses, others at every call.
 
-        Returns:
-            Whether no memory moved; False if it moved with all its views, as
-            `share_memory()` moves it.
-
-        Raises:
-            RuntimeError: as for `check_all`, except for parameters that were frozen later.
+        False if memory moved with all its views, as `share_memory()` moves it. Raises as
+        `check_all`, except for parameters that were frozen later.
         """
         n, n_left_out = len(self._named), len(self._left_out)
         first, self._turn = self._turn * _COMPARED, self._turn + 1

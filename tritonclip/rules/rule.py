@@ -340,9 +340,7 @@ class Adaptive(_Checked):
     ) -> tuple[float | list[float], array[float]]:
         """As `advance`, in numbers of float64 on the host; by `advance` unless a rule has its own.
 
-        Args:
-            state: row after row of numbers; it must not change.
-            norm: before clipping; a list for a rule that is per gradient.
+        The state, row after row, must not change. A rule that is per gradient has a list of norms.
         """
         norms = torch.tensor(norm, dtype=torch.float64, device="cpu")
         values = torch.frombuffer(state, dtype=torch.float64).view(*norms.shape, -1)
@@ -433,11 +431,7 @@ def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
 
 
 def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """`rule.advance`, checked: users write it.
-
-    Raises:
-        TypeError: anything but a limit shaped as the norm and a state shaped as the state.
-    """
+    """`rule.advance`; TypeError where the shapes of a user's results are not those expected."""
     result = rule.advance(state, norm)
     expected = [norm.shape, state.shape]
     if isinstance(result, tuple) and [getattr(item, "shape", None) for item in result] == expected:

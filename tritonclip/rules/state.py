@@ -208,11 +208,9 @@ class ClipState:
         return limit, placed
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
-        """ValueError for a list that is not the one that the state knows.
+        """ValueError for a list that is not the one that the state knows, of n parameters.
 
-        Args:
-            parameters: the first of the list; all for a rule that remembers the norm of each.
-            n: the number of parameters; None for a rule that needs no norms.
+        Only the first is passed, unless the rule remembers each norm; n is None for one without.
         """
         if not all(map(is_, self._list, parameters)):
             pairs = zip(self._list, parameters, strict=False)
