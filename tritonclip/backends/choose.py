@@ -124,16 +124,13 @@ def triton_fault() -> str | None:
 def _triton_remedy() -> str:
     if sys.platform != "linux":
         return "PyPI has it for Linux only: on Windows, run Python in WSL"
-    return f'run pip install "{_triton_of_torch() or "tritonclip[triton]"}"'
-
-
-def _triton_of_torch() -> str | None:
-    """The requirement of torch's wheel, such as triton==3.7.1 or pytorch-triton-rocm==3.4.0."""
     try:
+        # Of torch's wheel, such as triton==3.7.1 or pytorch-triton-rocm==3.4.0.
         needed = requires("torch") or []
     except PackageNotFoundError:
-        return None
-    return next((name.partition(";")[0].strip() for name in needed if "triton" in name), None)
+        needed = []
+    names = (name.partition(";")[0].strip() for name in needed if "triton" in name)
+    return f'run pip install "{next(names, "tritonclip[triton]")}"'
 
 
 def _reason_against(name: str, on: str) -> str | None:

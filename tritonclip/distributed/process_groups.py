@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from tritonclip.backends.operators import wide_dtype
 
@@ -74,8 +75,6 @@ class Domain:
         """The device on which a group reduces numbers of a device; None for the same one."""
         key = group, device.type
         if key not in self.carriers:
-            from torch import distributed as dist
-
             # A device that it has a backend for: with CPU offload, NCCL reduces nothing there.
             config = dist.get_backend_config(group)
             types = [part.split(":")[0] for part in config.split(",") if ":" in part]
@@ -93,7 +92,6 @@ def check_processes(process_group: object, copies: object) -> Processes | None:
             "copies says how many processes of process_group hold a gradient, but no process_group "
             "was given; expected both: pass the processes that hold the model between them"
         )
-    from torch import distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     expected = "process_group must be a ProcessGroup or a DeviceMesh"
@@ -116,7 +114,6 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
 
     ValueError for meshes that overlap in part, and for a group that cuts through them.
     """
-    from torch import distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
@@ -145,8 +142,6 @@ def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 
 def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
     """The groups that reach a mesh: the one of all processes, or one a dimension."""
-    from torch import distributed as dist
-
     if mesh.size() == dist.get_world_size():
         return (dist.group.WORLD,)  # type: ignore[return-value]  # there is one: meshes need it
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
@@ -154,8 +149,6 @@ def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
 
 def _union(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
     """The groups that reach all meshes of this process, the processes known, and their number."""
-    from torch import distributed as dist
-
     if not meshes:
         return (), frozenset([dist.get_rank() if dist.is_initialized() else 0]), 1
     # The first mesh of several with the same processes: the same one everywhere.
@@ -170,8 +163,6 @@ def _union(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], froz
 
 def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
     """Meshes none of which holds all: their one-dimensional groups, where these span a grid."""
-    from torch import distributed as dist
-
     # In the order of the parameters: an order by ranks would differ between processes, and with it
     # the terms of each sum.
     groups: dict[frozenset[int], ProcessGroup] = {}
@@ -222,8 +213,6 @@ def all_reduce(
     buffer: Tensor, groups: Sequence[ProcessGroup], domain: Domain, *, largest: bool = False
 ) -> Tensor:
     """Sums, or largest numbers, over one group after the other; in place where it can."""
-    from torch import distributed as dist
-
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group in groups:
         carrier = domain.carrier(group, buffer.device)
@@ -238,8 +227,6 @@ def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | 
 
     On `device`, 0-d in the widest dtype there; without one a number, for which the host waits.
     """
-    from torch import distributed as dist
-
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
         sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()
@@ -253,8 +240,6 @@ def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | 
 
 def gather_objects(item: Any, domain: Domain) -> dict[int, Any]:
     """An object of each process of the domain, by rank; each of them calls this, and waits."""
-    from torch import distributed as dist
-
     found = {dist.get_rank(): item}
     for group in domain.groups:
         gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]

@@ -24,18 +24,16 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from tritonclip.backends.operators import MOST_IN_FLOAT64
 from tritonclip.distributed.process_groups import Domain, all_reduce
 from tritonclip.distributed.shards import LocalShard, Sharding
 from tritonclip.rules.state import upload
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class CachedIntegers:
@@ -94,7 +92,7 @@ class Request(NamedTuple):
     """
 
     numbers: Tensor
-    groups: Sequence[ProcessGroup]
+    groups: Sequence[dist.ProcessGroup]
     domain: Domain
     device: torch.device
     largest: bool
@@ -350,7 +348,7 @@ class NormReduction:
     def _reduced(
         self,
         sent: Tensor,
-        groups: Sequence[ProcessGroup],
+        groups: Sequence[dist.ProcessGroup],
         *,
         largest: bool = False,
         early: bool = False,

@@ -25,18 +25,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from tritonclip.distributed.process_groups import Domain, Processes, domain_of
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.plan import WIDE
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # Reductions of Partial gradients that are linear: scaled terms make a scaled gradient.
 _LINEAR = ("sum", "avg")
@@ -52,7 +49,7 @@ class LocalShard(NamedTuple):
     """
 
     weight: float
-    sums_over: tuple[ProcessGroup, ...] = ()
+    sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
 
     def is_everywhere(self, domain: Domain) -> bool:
