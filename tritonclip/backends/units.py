@@ -34,10 +34,7 @@ def count_units(tensor: Tensor) -> int:
 class TorchUnitLayout:
     """The units of each gradient, and of its weights; holds neither.
 
-    Args:
-        grads: of one device and dtype; at least one.
-        dtype: of results.
-        on_host: the device's values can be read without waiting for it.
+    Gradients are of one device and dtype; `dtype` is that of results.
     """
 
     def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:

@@ -180,10 +180,9 @@ def write_(
         left, scale = (norms.without_scale(), 1.0) if keeps_scale else (norms, grad_scale)
         outcome = _scale_groups_(gradients, rule, left, scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
-        # Not where all coefficients are the number 1.
-        wrote = rule.clamps or isinstance(grad_scale, Tensor) or grad_scale != 1
-        coefficients = [coefficient for _, coefficient in outcome.by_group]
-        wrote = wrote or any(isinstance(c, Tensor) or c != 1 for c in coefficients)
+        # Nothing was written where all factors are the number 1.
+        factors = [grad_scale, *(coefficient for _, coefficient in outcome.by_group)]
+        wrote = rule.clamps or any(isinstance(f, Tensor) or f != 1 for f in factors)
         gradients.finish_writing(wrote=wrote)
     if reference is not None:
         options: Any = {"zero_nonfinite": zero_nonfinite, "keeps_scale": keeps_scale}

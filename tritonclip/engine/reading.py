@@ -38,10 +38,10 @@ class View:
 
 def view_of(index: int, grad: Tensor) -> View | None:
     """How verbs read a dense gradient; None for as it is."""
-    real = View(index, grad.is_complex(), None)
-    grad = real.of(grad)
-    size = None if grad.is_contiguous() else flat_size(grad)
-    return View(index, real.pairs, size) if real.pairs or size is not None else None
+    pairs = grad.is_complex()
+    real = View(index, pairs, None).of(grad)
+    size = None if real.is_contiguous() else flat_size(real)
+    return View(index, pairs, size) if pairs or size is not None else None
 
 
 def needs_copy(grad: Tensor) -> bool:
