@@ -94,7 +94,14 @@ def clip_on_backward_(
     """
     rule = rule_for_one(rule, "clip_on_backward_")
     check_policy(nonfinite)
-    _warn_of_ddp(parameters)
+    if isinstance(parameters, Module) and any(
+        isinstance(module, DistributedDataParallel) for module in parameters.modules()
+    ):
+        warn_user(
+            "DistributedDataParallel averages gradients after they have arrived, so each process "
+            "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "
+            "ClippedOptimizer after backward; if this is meant, pass model.parameters()"
+        )
     members, label_of = with_labels(parameters)
     # Others never have a gradient, as those of quantized layers.
     trainable = [(i, p) for i, p in enumerate(members) if p.is_floating_point() or p.is_complex()]
@@ -162,14 +169,3 @@ def _has_hooks(parameter: Tensor) -> bool:
     """Whether hooks of others would find its gradient before it is clipped."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(not isinstance(hook, _Clip) for hook in hooks.values())
-
-
-def _warn_of_ddp(parameters: object) -> None:
-    if isinstance(parameters, Module) and any(
-        isinstance(module, DistributedDataParallel) for module in parameters.modules()
-    ):
-        warn_user(
-            "DistributedDataParallel averages gradients after they have arrived, so each process "
-            "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "
-            "ClippedOptimizer after backward; if this is meant, pass model.parameters()"
-        )
