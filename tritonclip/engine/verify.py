@@ -109,10 +109,8 @@ class Reference:
                 if scale == 1 and not is_erased:
                     exact = self._untouched(write, rule, norms, right)
             write(right, rule, norms)
-        if rule.clamps or rule.spectral:
-            self._compare(right.tensors, exact, errors)
-        else:
-            self._compare(right.tensors, exact, self._lost_digits(scale))
+        slack = errors if rule.clamps or rule.spectral else self._lost_digits(scale)
+        self._compare(right.tensors, exact, slack)
 
     def _untouched(self, write: Write, rule: Rule, norms: Norms, twin: Gradients) -> list[bool]:
         """Which gradients a call must not write, also if its norms are a little larger.
