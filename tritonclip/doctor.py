@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import platform
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -112,11 +111,10 @@ def _clip_known(device: torch.device) -> None:
 
 def _clip_sample(device: torch.device, dtype: torch.dtype, rule: Rule) -> None:
     """Clips gradients of awkward sizes."""
-    random: Callable[..., torch.Tensor] = torch.randn
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for size in (1, 15, 4097, 20001):
         parameter = torch.zeros(size, dtype=dtype, device=device, requires_grad=True)
-        parameter.grad = random(size, generator=generator).to(device, dtype)
+        parameter.grad = torch.randn(size, generator=generator).to(device, dtype)
         parameters.append(parameter)
     clip_(parameters, rule)

@@ -35,12 +35,10 @@ class Call(NamedTuple):
 # Chooses one of the two functions of a call, and what is done with its result, if anything.
 Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | None]]
 
-# Guards the four below.
+# Guards both below.
 _lock = threading.RLock()
-_patches: list[TorchPatch] = []
-# Of the patches.
-_recorders: tuple[Recorder, ...] = ()
-_observers: tuple[Observer, ...] = ()
+# Replaced, never changed: calls read it without the lock.
+_patches: tuple[TorchPatch, ...] = ()
 # What torch's functions are replaced by, by name; made once.
 _replacements: dict[str, Callable[..., Any]] = {}
 
@@ -92,21 +90,21 @@ class TorchPatch:
         self.recorder, self.observer = as_recorder(recorder), observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
+        global _patches
         with _lock:
             if not _replacements:
                 _replacements.update({name: _replacement(name) for name in _NAMES})
-            _patches.append(self)
-            _list_parts()
+            _patches = (*_patches, self)
             originals = {id(f.__wrapped__): f for f in _replacements.values()}  # type: ignore[attr-defined]
             self._replaced = _exchange(originals)
 
     def remove(self) -> None:
         """Gives torch's functions back, once no other patch is left; again, does nothing."""
+        global _patches
         with _lock:
             if self not in _patches:
                 return
-            _patches.remove(self)
-            _list_parts()
+            _patches = tuple(patch for patch in _patches if patch is not self)
             if not _patches:
                 _exchange({id(f): f.__wrapped__ for f in _replacements.values()})  # type: ignore[attr-defined]
 
@@ -130,13 +128,6 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
-def _list_parts() -> None:
-    """Lists recorders and observers of the patches, for the calls."""
-    global _recorders, _observers
-    _recorders = tuple(p.recorder for p in _patches if p.recorder is not None)
-    _observers = tuple(p.observer for p in _patches if p.observer is not None)
-
-
 def _replacement(name: str) -> Callable[..., Any]:
     original, ours = getattr(torch.nn.utils, name), getattr(torch_compat, name)
     names = tuple(inspect.signature(original).parameters)
@@ -152,11 +143,12 @@ def _replacement(name: str) -> Callable[..., Any]:
                 args = ([*args[0]] or args[0], *args[1:])
         elif isinstance(kwargs.get(names[0]), Iterator):
             kwargs = {**kwargs, names[0]: [*kwargs[names[0]]] or kwargs[names[0]]}
-        # Both are usually empty.
-        function, done = ours, None
-        if _observers and not torch.compiler.is_compiling():
+        function, done, observer = ours, None, None
+        for patch in _patches:
+            observer = patch.observer or observer
+        if observer is not None and not torch.compiler.is_compiling():
             call = Call(name, ours, original, dict(zip(names, args, strict=False)) | kwargs)
-            function, done = _observers[-1](call)
+            function, done = observer(call)
         try:
             result = function(*args, **kwargs)
         except VerificationError:
@@ -170,13 +162,12 @@ def _replacement(name: str) -> Callable[..., Any]:
         else:
             if done is not None:
                 done(result)
-        if records and _recorders:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            limit = given["max_norm"]
-            norm = given.get("total_norm", result)
-            for recorder in _recorders:
-                is_tensor = isinstance(limit, torch.Tensor)
-                recorder.add_(norm, limit=limit if is_tensor else float(limit))
+        for patch in _patches:
+            if records and patch.recorder is not None:
+                given = dict(zip(names, args, strict=False)) | kwargs
+                limit = given["max_norm"]
+                limit = limit if isinstance(limit, torch.Tensor) else float(limit)
+                patch.recorder.add_(given.get("total_norm", result), limit=limit)
         return result
 
     return clip
@@ -184,9 +175,9 @@ def _replacement(name: str) -> Callable[..., Any]:
 
 def _count_refusal(reason: str) -> None:
     """Counts a call that torch served, and warns of the first."""
-    for patch in list(_patches):
+    for patch in _patches:
         patch.served_by_torch[reason] += 1
-    if all(patch.served_by_torch[reason] == 1 for patch in list(_patches)):
+    if all(patch.served_by_torch[reason] == 1 for patch in _patches):
         warn_user(f"torch's own function serves this call, as tritonclip refuses it. {reason}")
 
 

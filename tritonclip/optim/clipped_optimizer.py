@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
+from tritonclip.engine.misuse import IN_VAIN
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.hints import explained
 from tritonclip.messages import warn_user
@@ -59,9 +60,6 @@ from tritonclip.rules import Outlier, Rule, as_rule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-# Steps in a row without a gradient that are warned of.
-_PATIENCE = 3
 
 
 @explained(
@@ -555,8 +553,8 @@ class ClippedOptimizer(ScalerSide):
         """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         found = bool(self._grouping.present())
-        self._n_without_gradient = None if found or n_steps == _PATIENCE else n_steps
-        if n_steps == _PATIENCE and n_parameters and not found:
+        self._n_without_gradient = None if found or n_steps == IN_VAIN else n_steps
+        if n_steps == IN_VAIN and n_parameters and not found:
             warn_user(
                 f"{n_steps} steps in a row found no gradient in any of the {n_parameters} "
                 "parameters of the ClippedOptimizer, and neither clipped nor updated anything; "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Literal, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 
 from tritonclip.engine.checks import (
@@ -88,18 +87,6 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
 
 def _refuse_shared(lists: Sequence[Gradients]) -> None:
     """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
-    seen: dict[int, tuple[Gradients, int]] = {}
-    for gradients in lists:
-        for index, grad in enumerate(gradients.tensors):
-            address = grad.data_ptr() if grad.layout == torch.strided else 0
-            if address in seen:
-                other, at = seen[address]
-                raise ValueError(
-                    f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
-                    "different rules; put them into one parameter group with the same need_clip"
-                )
-            if address:
-                seen[address] = gradients, index
     planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
     starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
     # Copies lie elsewhere.
