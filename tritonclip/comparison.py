@@ -239,10 +239,9 @@ def compare(
         >>> comparison.step.tritonclip_share < 1
         True
 
-    Nothing of the model changes: not its parameters, gradients, `requires_grad`, mode or buffers,
-    and no state of torch's random numbers, even if the call raises or is interrupted. One more copy
-    of the gradients is held, and while they are checked two in float64. With `loss_of`, a copy of
-    the model is held as well, with gradients and the two states of AdamW.
+    Nothing of the model changes, nor of torch's random numbers, even if the call raises or is
+    interrupted. One more copy of the gradients is held, and while they are checked two in float64.
+    With `loss_of`, a copy of the model is held as well, with gradients and the states of AdamW.
 
     Args:
         model: as `parameters` for :func:`clip_`; a module with `loss_of`. Parameters with

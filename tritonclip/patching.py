@@ -71,11 +71,10 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
         TypeError: a recorder of another kind.
 
     Notes:
-        Not reached: code with functions of its own or copies of torch's, such as DeepSpeed,
-        Megatron and apex; the method `clip_grad_norm_` of FSDP1; names that were bound elsewhere
-        than in a module, for example as a default argument; other processes, except forks that are
-        made later. Threads may clip meanwhile. `python -m tritonclip run train.py` patches a script
-        without a change.
+        Not reached: code with functions of its own, such as DeepSpeed, Megatron and apex; names
+        that were bound elsewhere than in a module, for example as a default argument; other
+        processes, except later forks. docs/trainers.md has more. `python -m tritonclip run
+        train.py` patches a script without a change.
 
     References:
         Liger-Kernel, `apply_liger_kernel_to_llama`; scikit-learn-intelex, `patch_sklearn`.

@@ -37,11 +37,10 @@ _made: WeakSet[ClippedOptimizer] = WeakSet()
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 
-    Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. For
-    automatic and manual optimization, accumulation and mixed precision. At the logging interval
-    of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`, and
-    `clip/skipped_steps` with nonfinite="skip", where the norm of a skipped step is NaN; of several
-    optimizers the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics.
+    Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. At the
+    logging interval of the trainer it logs `clip/norm`, `clip/coefficient` and
+    `clip/clipped_share`, and `clip/skipped_steps` with nonfinite="skip"; of several optimizers the
+    i-th has the prefix `clip<i>/`. Checkpoints carry the statistics. docs/trainers.md has more.
 
     Example:
         >>> import lightning

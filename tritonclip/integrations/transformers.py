@@ -46,8 +46,7 @@ class ClippingMixin:
 
     The clipping of the Trainer is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
     interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss, and
-    `clip/skipped_steps` with nonfinite="skip", where the norm of a skipped step is NaN.
-    `grad_norm` is the norm before clipping, too. Checkpoints carry the statistics.
+    `clip/skipped_steps` with nonfinite="skip". `grad_norm` is the norm before clipping, too.
 
     Args:
         *args: for the trainer.

@@ -38,12 +38,10 @@ def record(
 ) -> Recorder:
     """Makes a recorder, which writes the norms of a run to a file for `suggest` and `plot`.
 
-    `python -m tritonclip suggest` and `plot` read the file. Norms stay in a buffer on their device,
-    and every `every` steps a flush copies the buffer to the host. On a CPU the rows are then
-    written at once. On CUDA and ROCm the copy runs in the background, and the next flush usually
-    writes it. On other devices the copy waits for the device. `flush`, `close`, the end of a `with`
-    block and the end of the program write all rows. A process that is killed loses the rows of the
-    last flushes.
+    Norms stay in a buffer on their device, and every `every` steps a flush copies the buffer to the
+    host. On CUDA and ROCm the copy runs in the background, and the next flush usually writes it; on
+    other accelerators it waits. `flush`, `close`, the end of a `with` block and the end of the
+    program write all rows. A process that is killed loses the rows of the last flushes.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip

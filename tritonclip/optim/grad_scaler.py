@@ -20,10 +20,10 @@ from tritonclip.optim.wrapping import wrapper_of
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
 
-    torch's GradScaler works with the wrapper too. It reads and writes all gradients, to unscale
-    them and to find an overflow, before the wrapper measures them. This one lets the wrapper
-    measure the scaled gradients: their norm shows an overflow, and if they have to be written, one
-    pass unscales and clips them. A norm that does not fit its dtype is an overflow, too.
+    torch's GradScaler works with the wrapper too, but reads and writes all gradients once more.
+    This one lets the wrapper measure the scaled gradients: their norm shows an overflow, and if
+    they have to be written, one pass unscales and clips them. A norm that does not fit its dtype is
+    an overflow, too.
 
     Example:
         >>> import torch, tritonclip
@@ -44,13 +44,9 @@ class GradScaler(torch.amp.GradScaler):
             `torch.amp.GradScaler`.
 
     Notes:
-        As with torch's, the wrapper's `step` is not called at an overflow. It is not called either
-        at a step that the wrapper skips. The exception is a wrapped optimizer that decides on the
-        device: the host then cannot know, and calls `step`.
-
-        With any other optimizer, and after `unscale_`, it behaves as torch's does, and loads and
-        saves the same checkpoints. Pass the wrapper: an optimizer that has a wrapper raises
-        ValueError.
+        The wrapper's `step` is not called at an overflow, nor at a step that the wrapper skips,
+        unless the wrapped optimizer decides on the device. With any other optimizer, and after
+        `unscale_`, it behaves as torch's does, and loads and saves the same checkpoints.
     """
 
     def unscale_(self, optimizer: Optimizer) -> None:
