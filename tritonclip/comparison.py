@@ -303,7 +303,13 @@ def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
 @contextlib.contextmanager
 def _restored(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Gives dense tensors that change in place their values back."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in buffers if _is_dense(buffer)]
+    kept = [
+        (buffer, buffer.detach().clone())
+        for buffer in buffers
+        if type(buffer) is Tensor and buffer.layout == torch.strided
+        # Outside inference mode, nothing writes to a tensor that was made in it.
+        if buffer.device.type in _DEVICES and not buffer.is_inference()
+    ]
     try:
         yield
     finally:
@@ -311,12 +317,6 @@ def _restored(buffers: Iterable[Tensor]) -> Iterator[None]:
             # Batch norms change no version.
             if not torch.equal(buffer, values):
                 buffer.data.copy_(values)
-
-
-def _is_dense(x: Tensor) -> bool:
-    is_plain = type(x) is Tensor and x.layout == torch.strided and x.device.type in _DEVICES
-    # Outside inference mode, nothing writes to a tensor that was made in it.
-    return is_plain and not x.is_inference()
 
 
 class _Copies:
@@ -386,7 +386,10 @@ def _present_or_random(model: Parameters) -> tuple[_Copies, Source]:
             "model that is trained, and set requires_grad before"
         )
     parameters = [_plain(items[i], label_of(i)) for i in positions]
-    return _Copies(_random(parameters), lambda i: label_of(positions[i])), "random"
+    # Equal on every run, and nothing is drawn from torch's random numbers.
+    of = {p.device: torch.Generator(p.device).manual_seed(0) for p in parameters}
+    fresh = [torch.empty_like(p).normal_(0, _SIGMA, generator=of[p.device]) for p in parameters]
+    return _Copies(fresh, lambda i: label_of(positions[i])), "random"
 
 
 def _present(items: Sequence[Tensor], label_of: LabelOf) -> _Copies | None:
@@ -402,12 +405,6 @@ def _positions(items: Sequence[Tensor], is_asked: Callable[[Tensor], bool]) -> l
     """Of the parameters that are to be clipped, each once."""
     first = {id(p): i for i, p in reversed([*enumerate(items)]) if needs_clip(p) and is_asked(p)}
     return sorted(first.values())
-
-
-def _random(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients that are equal on every run, and draw nothing from torch's random numbers."""
-    of = {p.device: torch.Generator(p.device).manual_seed(0) for p in parameters}
-    return [torch.empty_like(p).normal_(0, _SIGMA, generator=of[p.device]) for p in parameters]
 
 
 def _plain(x: Tensor | None, name: str) -> Tensor:

@@ -44,7 +44,9 @@ def doctor() -> int:
     for device in devices():
         backend, result = _self_test(device)
         failed |= result != "ok"
-        print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {result}")
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
+        print(f"{device!s:<12}{name}: {backend} backend, self-test {result}")
     if not torch.cuda.device_count():
         print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
     return int(failed)
@@ -63,10 +65,6 @@ def devices() -> list[torch.device]:
     """Those that can be clipped on."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [torch.device("cpu"), *gpus]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def _without_a_gpu() -> str:

@@ -6,7 +6,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
@@ -178,18 +177,14 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     ]
     with torch.enable_grad():
         loss = closure()
-    if loss is None and not _all_of(groups, before):
-        measure(refusal=TypeError(_NO_LOSS))
-    elif loss is None and isinstance(inner, LBFGS):
-        measure(refusal=TypeError(NO_LOSS_FOR_LBFGS))
+    if loss is None:
+        there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if any(there.get(id(grad)) != version_of(grad) for grad in grads):
+            measure(refusal=TypeError(_NO_LOSS))
+        elif isinstance(inner, LBFGS):
+            measure(refusal=TypeError(NO_LOSS_FOR_LBFGS))
     return loss
-
-
-def _all_of(groups: Groups, before: list[tuple[ref[Tensor], int]]) -> bool:
-    """Whether every gradient there is now was there before, and has not been written to since."""
-    there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
-    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return all(there.get(id(grad)) == version_of(grad) for grad in grads)
 
 
 def snapshot(optimizer: Optimizer) -> Callable[[], None]:
