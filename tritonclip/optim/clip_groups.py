@@ -167,11 +167,9 @@ class Grouping:
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                device: torch.device = parameter.device
-                return device
-        return torch.device("cpu")
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        first: Tensor | None = next(parameters, None)
+        return torch.device("cpu") if first is None else first.device
 
     def use_flat(self, flat: FlatGradients | None) -> None:
         """Replaces `flat`; raises as `not_in_buffers` does."""
@@ -219,11 +217,7 @@ class Grouping:
         The rules then stay those of the step before. Parameters that are not those of `flat` raise,
         unless other processes have to get the error.
         """
-        groups = self._optimizer.param_groups
-        has_rules = bool(self._own_rules)
-        for group in groups:
-            has_rules = has_rules or "clip" in group
-        if has_rules:
+        if self._own_rules or any("clip" in group for group in self._optimizer.param_groups):
             try:
                 self.read_rules()
             except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from tritonclip.hints import explained
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
-from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Verdict, either, unless
+from tritonclip.monitor.stats import SKIPPED, TAKEN, ClipStats, Flag, Verdict, either, unless
 from tritonclip.optim.amp import (
     ScalerSide,
     ScalerState,
@@ -39,7 +39,7 @@ from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
     evaluate,
-    step_checking,
+    is_unwanted,
     step_evaluating,
 )
 from tritonclip.optim.outliers import OutlierTest, as_loss
@@ -393,7 +393,14 @@ class ClippedOptimizer(ScalerSide):
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         self.synchronize()
-        return step_checking(self.optimizer, closure, loss, measure, self._log)
+        step = measure()
+        if bool(is_unwanted(step)):
+            step.verdict = SKIPPED
+            self._log.add(step)
+            return loss, False
+        if self._policy.raises:
+            step.raise_if_nonfinite()
+        return step_evaluating(self.optimizer, closure, measure, self._log, (loss, step))
 
     @torch.compiler.disable
     @without_grad

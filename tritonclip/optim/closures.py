@@ -34,24 +34,6 @@ class _NonfiniteEvaluationError(Exception):
     """A closure that was evaluated again, within a step, gave gradients that are not finite."""
 
 
-def step_checking(
-    inner: Optimizer, closure: Closure, first: Any, measure: Measure, log: StepLog
-) -> tuple[Any, bool]:
-    """Checks a first evaluation, whose loss is `first`, while nothing has changed.
-
-    Returns the result of the optimizer's step, or `first` of one that was left out; and whether it
-    was taken.
-    """
-    step = measure()
-    if bool(_is_unwanted(step)):
-        step.verdict = SKIPPED
-        log.add(step)
-        return first, False
-    if step.policy.raises:
-        step.raise_if_nonfinite()
-    return step_evaluating(inner, closure, measure, log, (first, step))
-
-
 def step_evaluating(
     inner: Optimizer,
     closure: Closure,
@@ -61,9 +43,9 @@ def step_evaluating(
 ) -> tuple[Any, bool]:
     """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
 
-    `first`, loss and gradients of an evaluation that was checked, takes the place of the first one;
-    the step then ends where a later one is not finite. Returns the result of the optimizer's step,
-    and whether it was taken; if not, it is undone.
+    `first`, loss and gradients of an evaluation that was checked while nothing had changed, takes
+    the place of the first one; the step then ends where a later one is not finite. Returns the
+    result of the optimizer's step, and whether it was taken; if not, it is undone.
     """
     steps: list[Step] = []
     outcomes: list[Outcomes] = []
@@ -132,7 +114,7 @@ def step_evaluating(
 
 
 # Their caller may compute gradients.
-_is_unwanted = torch.compiler.disable(without_grad(Step.is_unwanted))
+is_unwanted = torch.compiler.disable(without_grad(Step.is_unwanted))
 _clip_ = torch.compiler.disable(without_grad(Step.clip_))
 
 
