@@ -14,15 +14,22 @@ import tritonclip
 from helpers import reference
 from helpers.cases import FLOATS, assert_bits, grad_of, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipState
-from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL, split_flat
+from tritonclip.backends.operators import (
+    LONG_PIECE,
+    PIECE,
+    ROW,
+    SMALL,
+    TOGETHER,
+    split_flat,
+)
 
 pytestmark = pytest.mark.usefixtures("operators")
 
 LISTS = {
     "one": [5],
     "some empty": [64, 1, 30, 0],
-    "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, 20_000],
-    "small ones of several pieces": [SMALL - 1] * (PIECE // SMALL + 2),
+    "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, TOGETHER, TOGETHER + 1, 20_000],
+    "small ones of several pieces": [SMALL - 1] * (LONG_PIECE // SMALL + 2),
     "pieces and a rest": [2 * PIECE + 5, 3],
     "long pieces and a rest": [LONG_PIECE + ROW + 5, 3],
 }
