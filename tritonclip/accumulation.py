@@ -141,6 +141,8 @@ class MicroBatch:
     norm: Tensor | None = None
     # Until the first block begins, or is refused.
     _is_unused = False
+    # What `.grad` was before the block; None outside of one.
+    _sums: list[Tensor | None] | None = None
     # By which optimizers refuse a step in a block.
     _hook: RemovableHandle | None = None
 
@@ -152,7 +154,7 @@ class MicroBatch:
         grad_scale: float | Tensor,
         processes: Processes | None,
     ) -> None:
-        items = as_list(parameters)
+        items = list(parameters) if type(parameters) is list else as_list(parameters)
         label_of: LabelOf = "parameters[{}]".format
         if not PLAIN.issuperset(map(type, items)):
             items, label_of = unnamed(items, label_of)
@@ -170,13 +172,12 @@ class MicroBatch:
         self._ids = ids
         self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
         self._processes = processes
-        # What `.grad` was before the block; None outside of one.
-        self._sums: list[Tensor | None] | None = None
         self._is_unused = True
 
     def __del__(self) -> None:
-        # Where Ctrl-C interrupted the entry.
-        self._close()
+        if self._sums is not None:
+            # Where Ctrl-C interrupted the entry.
+            self._close()
         if self._is_unused:
             warn_user(
                 "accumulate_ was called without a block, and clips nothing; expected `with "
@@ -198,10 +199,10 @@ class MicroBatch:
             )
         if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
             _refuse_average(self._argument)
-        if not torch.compiler.is_compiling():
-            self._hook = register_optimizer_step_pre_hook(_refuse_step)
         self._sums = [p.grad for p in self._parameters]
         try:
+            if not torch.compiler.is_compiling():
+                self._hook = register_optimizer_step_pre_hook(_refuse_step)
             _open_blocks[id(self)] = self._ids
             for parameter in self._parameters:
                 parameter.grad = None
@@ -237,8 +238,8 @@ class MicroBatch:
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
         for parameter, total in zip(self._parameters, sums, strict=True):
             parameter.grad = total
-        self._sums = None
         self._close()
+        self._sums = None
 
     def _close(self) -> None:
         _open_blocks.pop(id(self), None)
