@@ -30,6 +30,7 @@ LISTS = {
     "some empty": [64, 1, 30, 0],
     "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, TOGETHER, TOGETHER + 1, 20_000],
     "small ones of several pieces": [SMALL - 1] * (LONG_PIECE // SMALL + 2),
+    "few of medium size": [7, 0, 48_000, 1, 10_080],
     "pieces and a rest": [2 * PIECE + 5, 3],
     "long pieces and a rest": [LONG_PIECE + ROW + 5, 3],
 }

@@ -23,14 +23,15 @@ PIECE = 131072
 # The same for half types by rows: the 2^20 elements took 390 us at once, and 270 us in pieces whose
 # copies in float32 stay in cache. (torch 2.13, EPYC, 1 thread.)
 LONG_PIECE = 2**18
-# Elements of a tensor that is measured together with others. A call for each took 30 us in a list
-# of ten, and one for all of them 11 us. (As above.) ResNet-20 each by its norm: 298, 290 and 363 us
-# with 4096, 8192 and 16384. Up to here two operators that clamp a list take less time than one for
-# each tensor, too: 27 and 30 us for ten of 8192, 55 and 52 us for ten of 16384. (Xeon, 1 thread.)
+# Elements of a tensor that is measured together with others: a call for each took 30 us in a list
+# of ten, one for all 11 us; ResNet-20 each by its norm 298, 290 and 363 us with 4096, 8192 and
+# 16384. Up to here two operators clamp ten in 27 us, and one for each in 30. (As above, and Xeon.)
 SMALL = 8192
-# The same where they are measured as one: ResNet-20 took 182, 163, 161 and 171 us with 8192, 16384,
-# 32768 and 65536. (EPYC, 1 thread.)
+# The same for one norm: ResNet-20 took 182, 163 and 161 us with 8192, 16384 and 32768. (EPYC.)
 TOGETHER = 16384
+# Tensors, and their elements, that one operator in float64 measures each: LeNet-5 clips in 89 us
+# and not 133, ten small ones in 78 and not 92, 30 in 160 and not 127. (As above.)
+_FEW, _FEW_ELEMENTS = 10, 2**16
 # Powers of float32, at most, whose sums are normal numbers of float64: from 2^(-149 * 6) on.
 MOST_IN_FLOAT64 = 6
 # Elements of a row whose squares are added up in float32, so few that no norm can be wrong by 1e-6.
@@ -205,10 +206,12 @@ def as_tensor(norms: PartialNorms) -> Tensor:
 def two_norms_on_host(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
     """2-norms of tensors on a CPU: of each, or of any parts of them whose norm is that of all."""
     sizes = list(map(Tensor.numel, tensors))
-    if sum(sizes) <= LONG_PIECE:
-        return _two_norms(tensors, per_gradient=per_gradient)
-    norms, first, n = list[float](), 0, 0
-    for i, size in enumerate(sizes):
+    total, few = sum(sizes), per_gradient and len(sizes) <= _FEW
+    if few and total <= _FEW_ELEMENTS and tensors[0].dtype.itemsize in (2, 4):
+        norms: list[float] = torch.stack(torch._foreach_norm(tensors, 2.0, torch.float64)).tolist()
+        return norms
+    norms, first, n = [], 0, 0
+    for i, size in enumerate(sizes if total > LONG_PIECE else ()):
         # Of a long tensor, the norms of its rows are held.
         n_held = size if size <= TOGETHER else size // ROW
         if n and n + n_held > LONG_PIECE:
@@ -241,9 +244,8 @@ def _two_norms(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
     else:
         norms = [torch.linalg.vector_norm(values).item()]
     # In float64, squares of narrower elements are right, whatever they are.
-    least = _TRUSTED if rows else 0.0
-    if tensors[0].dtype == torch.float64:
-        least = _TRUSTED_DOUBLE
+    is_double = tensors[0].dtype == torch.float64
+    least = _TRUSTED_DOUBLE if is_double else _TRUSTED if rows else 0.0
     if min(norms) >= least and sum(norms) < math.inf:
         return norms
     lists = [[x] for x in tensors] if per_gradient else [tensors]
