@@ -32,7 +32,6 @@ from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from tritonclip.monitor.history import History
     from tritonclip.monitor.recorder import Recorder
@@ -480,7 +479,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
 
 def suggest(chosen: argparse.Namespace) -> int:
-    """Prints the suggestion and its reason; where rich is installed, with tables."""
+    """Prints the suggestion; where rich is installed, also the largest norms by name."""
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)
@@ -489,7 +488,7 @@ def suggest(chosen: argparse.Namespace) -> int:
     judged = f"Judged by the norms of {suggestion.steps} steps{of_run}"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
-    lines = [f"{judged}; {_left_out(suggestion)}.", suggestion.reason]
+    lines = [f"{judged}; {_left_out(suggestion)}.", str(suggestion)]
     if not math.isnan(suggestion.spike_score):
         lines.insert(1, f"SpikeScore: {suggestion.spike_score:.2%}")
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
@@ -499,35 +498,14 @@ def suggest(chosen: argparse.Namespace) -> int:
         from rich.console import Console
     except ModuleNotFoundError:
         print(*lines, result, sep="\n")
-        print('For tables of candidates and of norms by name: pip install "tritonclip[monitor]"')
+        print('For the table of norms by name: pip install "tritonclip[monitor]"')
         return 0
     # Lines wide enough for the table, where they do not end up in a terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    if suggestion.candidates:
-        console.print(_table(suggestion))
-    console.print("\n".join(lines))
+    console.print("\n".join(lines), markup=False)
     console.print(result, style="bold")
     _print_largest(console, history.run(suggestion.run))
     return 0
-
-
-def _table(suggestion: Suggestion) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for name in ("max_norm", "", "clips"):
-        table.add_column(name, justify="left" if not name else "right")
-    for spike in suggestion.spikes:
-        table.add_column(f"step {spike.step}\nnorm {spike.norm:.4g}", justify="right")
-    for candidate in suggestion.candidates:
-        table.add_row(
-            f"{candidate.max_norm:g}",
-            candidate.origin,
-            f"{candidate.share:.1%}",
-            *(f"x {coefficient:.3g}" for coefficient in candidate.coefficients),
-            style="bold" if candidate.origin == "recommended" else None,
-        )
-    return table
 
 
 def _print_largest(console: Console, history: History) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes
+from tritonclip.messages import NamesAttributes, in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.monitor.series import moves
 from tritonclip.rules import Rule
@@ -122,10 +122,8 @@ class Found(NamesAttributes):
 
     def __str__(self) -> str:
         heads = ("limit", "loss", "quartiles", "clipped", "seeds x steps", "")
-        rows = [heads, *map(self._cells, self.candidates)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([self.reason, "", *table])
+        table = in_columns([heads, *map(self._cells, self.candidates)])
+        return f"{self.reason}\n\n{table}"
 
     def _cells(self, one: Candidate) -> tuple[str, ...]:
         low, middle, high = one.quartiles

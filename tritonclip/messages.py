@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line, and errors for unknown attributes, which list all."""
+"""Text for users: warnings that point to their line, errors for unknown attributes, tables."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ def join_names(names: Sequence[str], most: int = 8) -> str:
     """The first names, for a message or a figure."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + more
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table, aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 class NamesAttributes:

@@ -206,6 +206,17 @@ def test_limits_are_short_numbers():
         assert float(f"{candidate.max_norm:.2e}") == candidate.max_norm
 
 
+def test_printing_shows_the_reason_and_a_row_for_each_candidate():
+    suggestion = tritonclip.suggest_max_norm(norms_of(spikes=0.03))
+    reason, blank, heads, *rows = str(suggestion).splitlines()
+    assert reason == suggestion.reason
+    assert not blank
+    assert heads.split()[:3] == ["max_norm", "origin", "clips"]
+    assert [row.split()[0] for row in rows] == [f"{c.max_norm:g}" for c in suggestion.candidates]
+    constant = tritonclip.suggest_max_norm([1.0] * 300)
+    assert str(constant) == constant.reason
+
+
 def test_a_short_run_is_remarked_on():
     assert "record some hundred" in tritonclip.suggest_max_norm(norms_of(50)).reason
     assert "record some hundred" not in tritonclip.suggest_max_norm(norms_of(200)).reason
@@ -435,6 +446,32 @@ def test_a_run_that_goes_well_without_a_limit_loses_its_tail_only():
     assert suggestion.verdict == "clip"
     assert suggestion.max_norm is not None
     assert share_over(norms, suggestion.max_norm) == pytest.approx(0.03, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("limit", "losses", "is_named"),
+    [(math.inf, FALLING, False), (1.0, FALLING, True), (math.inf, None, True)],
+    ids=["learned", "limit in use", "no losses"],
+)
+def test_few_outliers_name_no_limit_where_a_run_learned_without_one(limit, losses, is_named):
+    norms = 1 + 0.2 * np.sin(0.7 * np.arange(1000))
+    norms[[300, 600, 900]] = 20.0
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, losses, limit), warmup=0)
+    assert (suggestion.max_norm is not None) is is_named
+    if not is_named:
+        assert suggestion.verdict == "no outliers"
+        assert "learned without a limit, and 0.3% of 1000 steps stand out" in suggestion.reason
+        assert suggestion.reason.endswith("find_max_norm tries limits on your own training.")
+
+
+@pytest.mark.parametrize("limit", [math.inf, math.nan, 1.0], ids=["none", "unknown", "in use"])
+def test_losses_are_asked_for_once_where_none_were_recorded(limit):
+    for norms in (norms_of(), norms_of(spikes=0.03)):
+        said = "went well: recorder.add_(norm, loss=loss) records them, or optimizer.loss = loss"
+        reason = tritonclip.suggest_max_norm(recorded(norms, limit=limit), warmup=0).reason
+        assert reason.count(said) == 1
+        reason = tritonclip.suggest_max_norm(recorded(norms, FALLING, limit), warmup=0).reason
+        assert said not in reason
 
 
 @pytest.mark.parametrize("limit", [math.inf, math.nan], ids=["none", "unknown"])

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes, join_names
+from tritonclip.messages import NamesAttributes, in_columns, join_names
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.series import (
@@ -57,6 +57,7 @@ _LEAST_LOSSES = 40
 # runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
+_ADD_LOSS = "recorder.add_(norm, loss=loss) records them, or optimizer.loss = loss before step()"
 _FIND = "find_max_norm tries limits on your own training."
 
 
@@ -92,12 +93,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Suggestion(NamesAttributes):
-    """A limit for a run, other candidates, and the reason.
+    """A limit for a run, other candidates, and the reason; `print` shows it with a table.
 
     Attributes:
         max_norm: the recommended limit; None if none is needed, or none can be found.
         reason: the reason in sentences.
-        verdict: "clip"; "no outliers": no step stands out, and the norms name no limit; "drift": a
+        verdict: "clip"; "no outliers": no step stands out, or so few that a run which learned
+            without a limit did not need one, and the norms name no limit; "drift": a
             limit that follows the norm fits better than the recommended one; "went wrong": norms
             became NaN or grew, or the loss did not fall, and the limit is one to try next;
             "clipped before": norms are cut off at one value; "constant": all norms are equal.
@@ -126,6 +128,16 @@ class Suggestion(NamesAttributes):
     zeros: int
     run: int
     spike_score: float
+
+    def __str__(self) -> str:
+        if not self.candidates:
+            return self.reason
+        spikes = (f"{spike.norm:.4g} at step {spike.step}" for spike in self.spikes)
+        rows = [("max_norm", "origin", "clips", *spikes)]
+        for one in self.candidates:
+            factors = (f"x {coefficient:.3g}" for coefficient in one.coefficients)
+            rows.append((f"{one.max_norm:g}", one.origin, f"{one.share:.1%}", *factors))
+        return f"{self.reason}\n\n{in_columns(rows)}"
 
 
 def suggest_max_norm(
@@ -279,7 +291,10 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     if not below and not run.is_limited and trend.medians[0] > _GROWTH * trend.medians[-1]:
         # Else it would cut off the first steps of a run that goes well.
         limit = max(limit, _rounded(_first_third(run).quantile(1 - _MOST_SHARE)))
-    verdict, reason = _judge(norms, trend, limit)
+    # Else its loss would be trouble.
+    n_losses = int(run.losses.isfinite().sum())
+    learned = trouble is None and not run.is_limited and n_losses >= _LEAST_LOSSES
+    verdict, reason = _judge(norms, trend, limit, learned=learned)
     if below and verdict in ("clip", "drift"):
         reason += (
             f" These {percent(_share(norms, limit))} are many, and far above the others: look at "
@@ -311,6 +326,8 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
             )
     if verdict in ("clip", "drift") and run.limits.isnan().all() and not run.is_limited:
         reason += f" If no limit was in use, try also {_usual(run):g}, the usual norm."
+    if has_candidates and trouble is None and not run.has_losses and _ADD_LOSS not in reason:
+        reason += f" With losses it could tell whether the run went well: {_ADD_LOSS}."
     if has_candidates:
         reason += f" {_FIND}"
     if is_of_other_norm:
@@ -409,8 +426,8 @@ def _limit_without_losses(run: History, reason: str) -> tuple[float, str]:
     limit = _usual(run)
     return limit, (
         f"Try {limit:g}, the usual norm of the first third. No limit was in use, and no losses "
-        "that say whether the run went well: recorder.add_(norm, loss=loss) records them. If it "
-        f"did: {reason[0].lower()}{reason[1:]}"
+        f"say whether the run went well: {_ADD_LOSS}. If it did: "
+        f"{reason[0].lower()}{reason[1:]}"
     )
 
 
@@ -506,8 +523,8 @@ def _candidates(
     )
 
 
-def _judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
-    """Whether to clip at a limit, and why."""
+def _judge(norms: Tensor, trend: Trend, limit: float, *, learned: bool) -> tuple[Verdict, str]:
+    """Whether to clip at a limit, and why; `learned`: without a limit."""
     n, largest = len(norms), float(norms.max())
     n_cut = n_cut_off(norms)
     if n_cut == n:
@@ -525,6 +542,12 @@ def _judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
     medians = _listed(f"{median:.3g}" for median in trend.medians)
     drift = f"The norm drifts: the medians of the thirds of the run are {medians}."
     reach = f"norms reach {_short(trend.largest)} times the median around them"
+    if learned and trend.largest >= _ORDINARY and trend.outside < _LEAST_SHARE:
+        return "no outliers", (
+            f"The run learned without a limit, and {percent(trend.outside)} of {n} steps stand out "
+            f"from the others, too few to name one: {reach}. {limit:g} would clip "
+            f"{percent(_share(norms, limit))} of the steps, and a limit may help all the same."
+        )
     if trend.largest < _ORDINARY:
         guard = (
             f"{drift} To guard against accidents, take a limit that follows it, such as "
