@@ -166,15 +166,15 @@ def test_held_out_batches_come_from_a_function_with_random_numbers_of_its_own():
 
 @pytest.mark.parametrize("clips", [True, False], ids=["clip", "none"])
 def test_the_verdict_has_the_losses_of_the_table(clips):
-    def run(position, clip, steps):
+    def run(position, clip):
         value = [1.0, 2.0, 30.0][position] * (0.5 if clip == 1.0 and clips else 1.0)
         return Trial(torch.tensor([90.0, value]).double(), torch.ones(1).double() * 9, None)
 
-    search = finder._Search(run, [1.0, 2.0], [], 40, 3)
+    search = finder._Search(run, [1.0, 2.0], [], 3)
     search.run()
-    one, last = search.last
+    last = search.last
     clip, best, _ = choose(last)
-    found = {c: finder._candidate(c, one.steps, [0, 1, 2], last[c]) for c in last}
+    found = {c: finder._candidate(c, 40, [0, 1, 2], last[c]) for c in last}
     reason = finder._reason(found[clip], found[best], found[math.inf], last, None)
     assert f"median loss is {found[clip].quartiles[1]:.4g}" in reason
     assert (clip == 1.0) == clips == ("and 2 without a limit" in reason)
@@ -208,7 +208,7 @@ def test_trials_that_are_too_short_to_tell_are_said_to_be(losses, n_telling):
         assert not said
         return
     few = "only 1" if n_telling else "none"
-    assert f"of 40 steps, the loss changed clearly with {few} of 4 candidates, so that" in said
+    assert f"in 240 steps, the loss changed clearly with {few} of 4 candidates, so that" in said
     assert said.endswith("Ask again with steps=720.")
 
 
@@ -239,20 +239,40 @@ def test_seeds_that_change_nothing_are_named():
 # How candidates are chosen.
 
 
-def test_limits_beside_the_best_are_tried_where_short_trials_misled():
-    calls = Counter[tuple[float, int]]()
+def search_of(loss: Any, limits: list[float], n_seeds: int = 3) -> tuple[Any, list[Any]]:
+    """A search whose trials end with `loss(position, clip)`, and its trials in order."""
+    calls: list[Any] = []
 
-    def run(position, clip, steps):
-        calls[clip, steps] += 1
-        value = abs(math.log(clip / 0.3)) if steps == 40 else clip
-        losses = torch.tensor([9.0, min(value, 9.0)], dtype=torch.float64)
+    def run(position, clip):
+        calls.append((position, clip))
+        losses = torch.tensor([9.0, loss(position, clip)], dtype=torch.float64)
         return Trial(losses, torch.tensor([2.0]).double(), None)
 
-    search = finder._Search(run, [1.0, 0.5, 0.3, 0.1, 0.05], [], 40, 2)
+    search = finder._Search(run, limits, [], n_seeds)
     search.run()
-    assert choose(search.last[1])[0] == 0.3
-    # The next one is worse with the first seed.
-    assert (calls[0.3, 40], calls[0.5, 40], calls[1.0, 40]) == (2, 1, 0)
+    return search, calls
+
+
+def test_all_limits_are_tried_with_the_first_seed_and_the_better_ones_with_others():
+    limits = [1.0, 0.5, 0.3, 0.1, 0.05]
+    search, calls = search_of(lambda i, clip: min(abs(math.log(clip / 0.3)), 9.0), limits, 4)
+    assert calls == [
+        *((0, clip) for clip in (math.inf, *limits)),
+        *((1, clip) for clip in (math.inf, 0.3, 0.5, 0.1)),
+        *((2, clip) for clip in (math.inf, 0.3, 0.5)),
+        *((3, clip) for clip in (math.inf, 0.3, 0.5)),
+    ]
+    assert len(calls) == search.most
+    assert {*search.last} == {math.inf, 0.3, 0.5}
+    assert choose(search.last)[0] == 0.3
+
+
+def test_a_limit_above_every_norm_is_not_run_and_comes_last():
+    search, calls = search_of(lambda i, clip: 5.0 if clip > 1 else 6.0, [30.0, 10.0, 1.0, 0.5])
+    assert {clip for _, clip in calls} == {math.inf, 1.0, 0.5}
+    assert len(calls) == 3 * 3
+    assert choose(search.last)[0] == math.inf
+    assert search.trials[30.0][0] is search.trials[math.inf][0]
 
 
 def trials(*losses: float) -> dict[int, Trial]:
@@ -274,8 +294,26 @@ def trials(*losses: float) -> dict[int, Trial]:
         ({math.inf: (1e9, 1e27, 1e3), 1.0: (0.5, 1.0, 1.5)}, 1.0),
         ({math.inf: (-10.0, -12.0, -9.0), 1.0: (-50.0, -60.0, -55.0)}, 1.0),
         ({math.inf: (0.0, 0.0), 1.0: (0.0, 0.0)}, math.inf),
+        ({math.inf: (1.0, 2.0, 3.0), 1.0: (0.4, 0.9, 3.1)}, math.inf),
+        ({math.inf: (1.0, 2.0, 3.0), 1.0: (0.4, 0.9, 3.001)}, 1.0),
+        ({math.inf: (1.0, 2.0, math.inf), 1.0: (1.1, 2.1, 3.0)}, 1.0),
+        ({math.inf: (1.0,) * 8, 1.0: (*(0.5,) * 7, 1.1)}, 1.0),
     ],
-    ids=["mild", "clear", "noise", "tiny", "diverged", "all", "explodes", "negative", "zero"],
+    ids=[
+        "mild",
+        "clear",
+        "noise",
+        "tiny",
+        "diverged",
+        "all",
+        "explodes",
+        "negative",
+        "zero",
+        "one seed is worse",
+        "one seed is equal",
+        "one seed diverges",
+        "one seed of eight is worse",
+    ],
 )
 def test_the_mildest_of_the_best_is_chosen(losses, chosen):
     assert choose({clip: trials(*values) for clip, values in losses.items()})[0] == chosen
@@ -299,9 +337,9 @@ def test_quartiles_lie_between_losses(losses, quartiles):
 
 
 @pytest.mark.parametrize(
-    ("step", "steps", "n_seeds"), [(95, 10, 1), (190, 13, 1), (350, 40, 1), (500, 40, 2)]
+    ("step", "n_seeds", "n_limits"), [(300, 1, 6), (330, 1, 7), (650, 2, 11), (700, 2, 11)]
 )
-def test_an_interrupt_gives_the_answer_so_far(step, steps, n_seeds):
+def test_an_interrupt_gives_the_answer_so_far(step, n_seeds, n_limits):
     def stop(done, most):
         if done == step:
             raise KeyboardInterrupt
@@ -310,23 +348,9 @@ def test_an_interrupt_gives_the_answer_so_far(step, steps, n_seeds):
     assert found.is_interrupted
     assert found.spent == step
     assert found.max_norm is not None
-    assert (found.best.steps, len(found.best.seeds)) == (steps, n_seeds)
-    assert f"trials of {steps} of 40 steps, over {n_seeds} of 3 seeds" in found.reason
-
-
-def test_an_interrupt_of_an_added_trial_keeps_the_round():
-    def run(position, clip, steps):
-        if clip == 1.0 and steps == 40:
-            raise KeyboardInterrupt
-        value = 1.0 if clip == math.inf or clip == 1.0 else 2.0 + clip
-        value += (clip == 1.0) * 9
-        return Trial(torch.tensor([9.0, value]).double(), torch.ones(1).double() * 2, None)
-
-    search = finder._Search(run, [1.0, 0.5, 0.3, 0.1, 0.05], [], 40, 2)
-    search.run()
-    assert search.is_interrupted
-    assert {*search.last[1]} == {math.inf, 0.05, 0.1}
-    assert search.last[0].steps == 40
+    assert len(found.best.seeds) == n_seeds
+    said = f"known from {n_seeds} of 3 seeds, and {n_limits} limits and rules."
+    assert found.reason.endswith(said)
 
 
 def test_an_interrupt_before_anything_is_known_goes_on():

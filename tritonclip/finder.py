@@ -1,8 +1,8 @@
 """`find_max_norm`: the limit with which the user's own training goes best, found by trying.
 
-Many limits train for a short time, and the better ones for longer, over several seeds (successive
-halving: Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943). No limit is always among
-them, up to the end.
+Every limit trains for the full length with one seed, and the better ones with more seeds: short
+trials would leave out limits that start slowly and end lower. No limit is always among them, up to
+the end.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.messages import NamesAttributes, in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.monitor.series import moves
+from tritonclip.monitor.series import EPS, moves
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
 from tritonclip.trials import Training, Trial
@@ -28,18 +28,16 @@ Clip = float | Rule
 # Of a candidate, by position of the seed.
 Trials = dict[int, Trial]
 
-# The constants were chosen on ten small trainings of three seeds, by the regret of the limit that
-# was found: docs/decisions.md.
-# Limits of the first round: so many, from this multiple of the usual norm down, each lower by this
-# ratio. At most so many are added where the first norm is not the usual one, and so many while the
-# lowest limit is the best.
+# The constants were chosen on small trainings, by the regret of the limit that was found:
+# docs/decisions.md.
+# Limits of the grid: so many, from this multiple of the usual norm down, each lower by this ratio.
+# At most so many are added where the first norm is not the usual one, and so many while the lowest
+# limit is the best.
 _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 # First norms that set the grid.
 _FIRST_NORMS = 20
-# Limits beside the best that may be added at full length.
-_N_CLIMBS = 2
-# Steps of the shortest trial.
-_FEWEST = 10
+# How many limits and rules are tried with the second seed, and with each other one.
+_KEPT = 3, 2
 # The last part of a trial, which judges it.
 _JUDGED = 0.25
 # Losses within so many standard errors of the lowest are not distinguishable from it.
@@ -47,11 +45,15 @@ _ERRORS = 1.0
 # A gain over no limit that is less than this share of the loss is none; and the share of a gain
 # that a milder limit may give up.
 _NO_GAIN, _GIVEN_UP = 0.002, 0.1
+# Noise lowers the losses of three seeds of three with this probability; so many may be higher.
+_CHANCE = 1 / 8
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
-# The search was blind if fewer of its shortest trials say something; trials so many times as long
-# are advised.
+# The search was blind if fewer of its trials say something; trials so many times as long are
+# advised.
 _LEAST_TELLING, _LONGER = 0.5, 3
+# Losses before training has changed them much.
+_N_EARLY = 5
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Candidate(NamesAttributes):
 
     Attributes:
         clip: the limit, inf for none; or the rule.
-        steps: of each trial of its last round.
-        seeds: of these trials.
+        steps: of each trial.
+        seeds: with which it was tried.
         losses: of these seeds, at the end of a trial; inf where it diverged.
         clipped_share: the share of their norms above the limit; NaN for a rule.
         scale: the median factor by which the limit multiplied gradients; NaN for a rule.
@@ -136,101 +138,72 @@ class Found(NamesAttributes):
         return one.name, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", share, trials, mark
 
 
-class Round(NamedTuple):
-    """Trials of one length.
-
-    Attributes:
-        steps: of each.
-        positions: of their seeds.
-        n: candidates, with no limit.
-    """
-
-    steps: int
-    positions: range
-    n: int
-
-
-def rounds(steps: int, n_seeds: int, n_first: int) -> list[Round]:
-    """The rounds of a search, each of the better candidates of the one before.
-
-    Args:
-        steps: of a whole trial.
-        n_seeds: of the last round.
-        n_first: candidates of the first round, with no limit.
-    """
-    least = min(steps, _FEWEST)
-    other = range(min(1, n_seeds - 1), min(2, n_seeds))
-    return [
-        Round(max(steps // 6, least), range(1), n_first),
-        Round(max(steps // 3, least), other, min(5, n_first)),
-        Round(steps, range(n_seeds), min(3, n_first)),
-    ]
-
-
 class _Search:
     """Which trials to run, and their losses.
 
     Args:
-        run: a trial of a seed's position, a limit or rule, and a number of steps.
+        run: a trial of a seed's position, and of a limit or rule.
         limits: to try; empty for a grid from the first norms.
         rules: that compete.
-        steps: of a whole trial.
-        n_seeds: of the last round.
+        n_seeds: how many seeds.
     """
 
     def __init__(
         self,
-        run: Callable[[int, Clip, int], Trial],
+        run: Callable[[int, Clip], Trial],
         limits: Sequence[float],
         rules: Sequence[Rule],
-        steps: int,
         n_seeds: int,
     ) -> None:
         self._run, self._limits, self._rules = run, limits, rules
-        self.rounds = rounds(steps, n_seeds, (len(limits) or _N_LIMITS) + len(rules) + 1)
         self._n_more = 0 if limits else _N_MORE
-        # The most steps that the search takes.
-        self.budget = sum(one.steps * len(one.positions) * one.n for one in self.rounds)
-        self.budget += 2 * self._n_more * self.rounds[0].steps + steps * (n_seeds + 1) * _N_CLIMBS
-        # Of each round.
-        self.trials: list[dict[Clip, Trials]] = []
+        # Of each further seed.
+        self._kept = (_KEPT[:1] + _KEPT[1:] * n_seeds)[: n_seeds - 1]
+        n_first = (len(limits) or _N_LIMITS) + len(rules) + 2 * self._n_more
+        # The most trials that the search takes, those without a limit among them.
+        self.most = n_seeds + n_first + sum(min(n, n_first) for n in self._kept)
+        self.trials: dict[Clip, Trials] = {}
         self.is_interrupted = False
 
     def run(self) -> None:
-        """Runs all rounds; an interrupt ends them once candidates can be compared."""
+        """Runs all trials; an interrupt ends them once candidates can be compared."""
         try:
-            for i, one in enumerate(self.rounds):
-                chosen = self._best(one.n - 1) if i else []
-                self.trials.append({})
-                self._add(one, [math.inf, *chosen])
-                if not i:
-                    self._add(one, [*(self._limits or self._grid()), *self._rules])
-                    self._add_lower(one)
-            self._climb(one)
+            self._try(0, [])
+            # One by one: an interrupt keeps those before.
+            for limit in self._limits or self._grid():
+                self._try(0, [limit])
+            for rule in self._rules:
+                self._try(0, [rule])
+            self._add_lower()
+            for position, n in enumerate(self._kept, 1):
+                self._try(position, self._best(n))
         except KeyboardInterrupt:
-            if not self.last[1]:
+            if len(self.trials) < 2:
                 raise
             self.is_interrupted = True
 
     @property
-    def last(self) -> tuple[Round, dict[Clip, Trials]]:
-        """The last round with candidates to compare: those with all of its seeds so far."""
-        for one, found in reversed([*zip(self.rounds, self.trials, strict=False)]):
-            seeds = found.get(math.inf, {}).keys()
-            whole = {clip: trials for clip, trials in found.items() if trials.keys() == seeds}
-            if len(whole) > 1:
-                return one, whole
-        return self.rounds[0], {}
+    def last(self) -> dict[Clip, Trials]:
+        """The candidates with most seeds, beside no limit, and their trials of the same seeds."""
+        n = sorted(map(len, self.trials.values()))[-2:][0]
+        return {
+            clip: dict([*trials.items()][:n])
+            for clip, trials in self.trials.items()
+            if len(trials) >= n
+        }
 
-    def _add(self, one: Round, clips: list[Clip]) -> None:
-        for position in one.positions:
-            found = [self._run(position, clip, one.steps) for clip in clips]
-            for clip, trial in zip(clips, found, strict=True):
-                self.trials[-1].setdefault(clip, {})[position] = trial
+    def _try(self, position: int, clips: Sequence[Clip]) -> None:
+        """Runs trials of a seed, beside no limit; keeps all of them, or none."""
+        none = self.trials.get(math.inf, {}).get(position) or self._run(position, math.inf)
+        found: dict[Clip, Trial] = {math.inf: none}
+        for clip in clips:
+            found[clip] = none if _spares(clip, none) else self._run(position, clip)
+        for clip, trial in found.items():
+            self.trials.setdefault(clip, {})[position] = trial
 
     def _grid(self) -> list[float]:
         """Limits around the first norms, from small to large."""
-        norms = self.trials[0][math.inf][0].norms[:_FIRST_NORMS]
+        norms = self.trials[math.inf][0].norms[:_FIRST_NORMS]
         norms = norms[norms.isfinite() & (norms > 0)]
         if not len(norms):
             raise ValueError(
@@ -244,42 +217,27 @@ class _Search:
         lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
         return [_round(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
 
-    def _add_lower(self, one: Round) -> None:
+    def _add_lower(self) -> None:
         """Adds lower limits while the lowest is the best."""
         for _ in range(self._n_more):
-            lowest = min(clip for clip in self.trials[0] if not isinstance(clip, Rule))
+            lowest = min(clip for clip in self.trials if not isinstance(clip, Rule))
             if self._best(1) != [lowest]:
                 return
-            self._add(one, [_round(lowest / _RATIO)])
-
-    def _climb(self, one: Round) -> None:
-        """Goes on to limits beside the best, which short trials may have misjudged."""
-        clipping = [
-            clip
-            for clip, trials in self.trials[0].items()
-            if not isinstance(clip, Rule) and bool((trials[0].norms > clip).any())
-        ]
-        limits, seen = sorted([*clipping, math.inf]), {*self.trials[-1]}
-        for _ in range(_N_CLIMBS):
-            best = min(self.trials[-1], key=lambda clip: _mean(self.trials[-1][clip]))
-            i = limits.index(best) if best in limits else -2
-            beside = [
-                c for c in (limits[i + 1 : i + 2] + limits[max(i - 1, 0) : i]) if c not in seen
-            ]
-            for clip in beside if i >= 0 else []:
-                seen.add(clip)
-                first = self._run(0, clip, one.steps)
-                if _judged(first) < _judged(self.trials[-1][best][0]):
-                    others = {j: self._run(j, clip, one.steps) for j in one.positions[1:]}
-                    self.trials[-1][clip] = {0: first, **others}
-                    break
-            else:
-                return
+            self._try(0, [_round(lowest / _RATIO)])
 
     def _best(self, n: int) -> list[Clip]:
-        """The best of the last round, beside no limit."""
-        losses = {clip: _mean(trials) for clip, trials in self.trials[-1].items()}
-        return sorted((clip for clip in losses if clip != math.inf), key=losses.__getitem__)[:n]
+        """The best so far beside no limit; those that changed nothing come last."""
+        last = self.last
+        none = last.pop(math.inf)
+        order = {clip: (trials[0] is none[0], _mean(trials)) for clip, trials in last.items()}
+        return sorted(last, key=order.__getitem__)[:n]
+
+
+def _spares(clip: Clip, none: Trial) -> bool:
+    """Whether a limit is above all norms of a trial without one, and changes nothing of it."""
+    if isinstance(clip, Rule) or none.diverged:
+        return False
+    return bool(none.norms.max() + EPS <= clip)
 
 
 def _round(limit: float) -> float:
@@ -292,6 +250,11 @@ def _ending(trial: Trial) -> Tensor:
     if trial.diverged or trial.held_out is not None:
         loss = math.inf if trial.held_out is None else trial.held_out
         return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
+    return _ended(trial)
+
+
+def _ended(trial: Trial) -> Tensor:
+    """The losses of its last steps."""
     return trial.losses[-max(math.ceil(_JUDGED * len(trial.losses)), 1) :]
 
 
@@ -339,13 +302,24 @@ def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
         is_close = statistics.fmean(more) <= _ERRORS * error and mean[clip] - mean[best] < math.inf
         if clip != best and is_close:
             equals.append(clip)
-    none, lowest = (torch.tensor([mean[clip]]) for clip in (math.inf, best))
-    if math.inf in equals or _share(none, lowest) < _NO_GAIN:
+    clear = [clip for clip in equals if clip != math.inf and _helps(last[clip], last[math.inf])]
+    if math.inf in equals or not clear:
         return math.inf, best, [*dict.fromkeys([*equals, math.inf])]
+    lowest = min(map(mean.__getitem__, clear))
     # Without a limit the loss may explode; then the gain is that over no training.
     start = statistics.fmean(float(trial.losses[0]) for trial in last[best].values())
-    most = mean[best] + _GIVEN_UP * max(min(mean[math.inf], start) - mean[best], 0.0)
-    return max((c for c in equals if mean[c] <= most), key=_mildness), best, equals
+    most = lowest + _GIVEN_UP * max(min(mean[math.inf], start) - lowest, 0.0)
+    return max((c for c in clear if mean[c] <= most), key=_mildness), best, equals
+
+
+def _helps(trials: Trials, none: Trials) -> bool:
+    """Whether losses are lower than without a limit in nearly all seeds, as no chance is."""
+    means = _mean(none), _mean(trials)
+    if math.isinf(means[0]):
+        return math.isfinite(means[1])
+    gain = _share(*(torch.tensor([mean]) for mean in means))
+    n_higher = sum(more < -_NO_GAIN for more in _excesses(none, trials))
+    return gain >= _NO_GAIN and n_higher <= _CHANCE * len(trials)
 
 
 def _mildness(clip: Clip) -> float:
@@ -368,11 +342,10 @@ def find_max_norm(
     """Tries limits on your own training, and says with which it goes best.
 
     Each trial is a short training that begins with the same weights, random state and batches, and
-    differs in its limit. All limits train for a sixth of `steps` with one seed, the better ones for
-    a third with another, and the best two for all of them with every seed (successive halving);
-    then limits beside the best, as long as they are better. No limit is always among them. A trial
-    whose loss is NaN or inf ends there. With three seeds all take the steps of 12 to 17 whole
-    trials, 21 at most, and fewer where trials diverge.
+    differs in its limit. All limits train with the first seed, the best three with the second, and
+    the best two with each other one. No limit is always among them. A trial whose loss is NaN or
+    inf ends there, and one whose limit is above every norm is not run. With three seeds they are 13
+    to 16 trials, 23 at most, and fewer where trials diverge.
 
     Example:
         >>> import torch, tritonclip
@@ -407,7 +380,7 @@ def find_max_norm(
             batch, and its output is the loss or has it as `.loss`, as in Hugging Face.
         limits: to try; None for those around the median of the first norms.
         rules: that compete with limits, such as ``[ClipByQuantile(0.9)]``.
-        steps: of a whole trial: enough to see whether training goes well.
+        steps: of a trial: enough to see whether training goes well.
         seeds: how many, or a list.
         held_out: batches whose mean loss judges a trial at its end: an iterable that ends, or a
             function that gives one; a step function then comes with its loss, `(step, evaluate)`.
@@ -418,7 +391,8 @@ def find_max_norm(
     Returns:
         The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
         the limits that are not distinguishable from the best: the mildest that works. It is never a
-        limit that was worse than none. `reason` says where trials were too short to tell.
+        limit that was worse than none in any of up to seven seeds. `reason` says where trials were
+        too short to tell.
 
     Raises:
         TypeError: arguments of another kind, or a step that returns no loss.
@@ -435,39 +409,38 @@ def find_max_norm(
     training = Training(make, batches, loss, held_out)
     spent = 0
 
-    def run(position: int, clip: Clip, n: int) -> Trial:
-        return training.run(chosen[position], position / len(chosen), clip, n, tick)
+    def run(position: int, clip: Clip) -> Trial:
+        return training.run(chosen[position], position / len(chosen), clip, steps, tick)
 
     def tick() -> None:
         nonlocal spent
         spent += 1
         if progress is not None:
-            progress(spent, search.budget)
+            progress(spent, budget)
 
-    search = _Search(run, *_checked_clips(limits, rules), steps, len(chosen))
+    search = _Search(run, *_checked_clips(limits, rules), len(chosen))
+    budget = steps * search.most
     if progress is not None:
-        progress(0, search.budget)
+        progress(0, budget)
     else:
         sys.stderr.write(
-            f"find_max_norm: at most {search.budget:,} training steps, "
-            f"{search.budget / steps:.1f} times {steps:,}; Ctrl-C ends it with what is known then\n"
+            f"find_max_norm: at most {budget:,} training steps, {search.most} times {steps:,}; "
+            "Ctrl-C ends it with what is known then\n"
         )
     with training.untouched():
-        training.begin(chosen[0], search.rounds[0].steps)
+        training.begin(chosen[0], steps)
         search.run()
-    of_round, last = search.last
+    last = search.last
     clip, best, equals = choose(last)
     found = {
-        c: _candidate(c, one.steps, chosen, trials)
-        for one, tried in [*zip(search.rounds, search.trials, strict=False), (of_round, last)]
-        for c, trials in tried.items()
+        c: _candidate(c, steps, chosen, trials) for c, trials in {**search.trials, **last}.items()
     }
     reason = _reason(found[clip], found[best], found[math.inf], last, training.optimizer)
-    reason += _on_length([trials[0] for trials in search.trials[0].values()], steps)
+    reason += _on_length([trials[0] for trials in search.trials.values()], steps)
     if search.is_interrupted:
         reason += (
-            f" The search was interrupted: this is known from trials of {of_round.steps} of "
-            f"{steps} steps, over {len(last[best])} of {len(chosen)} seeds."
+            f" The search was interrupted: this is known from {len(last[best])} of {len(chosen)} "
+            f"seeds, and {len(search.trials) - 1} limits and rules."
         )
     return Found(
         max_norm=None if isinstance(clip, Rule) or clip == math.inf else clip,
@@ -541,9 +514,10 @@ def _reason(
     seeds, loss = f"{n} seed{'s' * (n > 1)}", "median loss" if n > 1 else "loss"
     if chosen is none:
         text = f"No limit helps: without one the {loss} is {of[none.clip]} over {seeds}, "
+        n_lower = sum(a < b for a, b in zip(best.losses, none.losses, strict=True))
         lowest = "the lowest on average." if n > 1 else "the lowest."
-        text += lowest if best is none else f"and {of[best.clip]} with {best.name}: no clear "
-        text += "" if best is none else "difference."
+        text += lowest if best is none else f"and {of[best.clip]} with {best.name}, "
+        text += "" if best is none else f"lower in {n_lower}: no clear difference."
     else:
         n_better = sum(a < b for a, b in zip(chosen.losses, none.losses, strict=True))
         text = (
@@ -556,7 +530,7 @@ def _reason(
         if chosen is not best:
             text += (
                 f" {best.name} had {of[best.clip]}, no clear difference; of limits that are as "
-                "good, the largest changes the least."
+                "good, and better than none in every seed, the largest changes the least."
             )
         if chosen.clipped_share >= _NEARLY_ALL:
             text += _on_smaller_steps(chosen, optimizer)
@@ -570,23 +544,22 @@ def _reason(
     return text
 
 
-def _on_length(shortest: list[Trial], steps: int) -> str:
+def _on_length(trials: list[Trial], steps: int) -> str:
     """A sentence on trials that end before trainings separate; "" where they do not.
 
     Args:
-        shortest: the trials of the first round, by one of which each candidate was judged.
-        steps: of a whole trial.
+        trials: one of each candidate, with the same seed.
+        steps: of a trial.
     """
-    n, n_steps = len(shortest), max(len(trial.losses) for trial in shortest)
-    n_telling = sum(trial.diverged or moves(trial.losses) for trial in shortest)
+    n = len(trials)
+    n_telling = sum(one.diverged or moves(one.losses[:_N_EARLY], _ended(one)) for one in trials)
     if n_telling >= _LEAST_TELLING * n:
         return ""
     few = f"only {n_telling}" if n_telling else "none"
     return (
-        f" But the trials were too short to tell, or their losses too noisy: in the shortest, of "
-        f"{n_steps} steps, the loss changed clearly with {few} of {n} candidates, "
-        f"so that limits were left out by chance. Ask again with "
-        f"steps={_LONGER * steps}."
+        f" But the trials were too short to tell, or their losses too noisy: in {steps} steps, the "
+        f"loss changed clearly with {few} of {n} candidates, so that limits were left out by "
+        f"chance. Ask again with steps={_LONGER * steps}."
     )
 
 
