@@ -1,7 +1,8 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, `compare` and `find` need nothing but the package. The tables of `suggest`,
-the progress bar of `find` and figures need the extra `monitor`, which is imported where it is used.
+`doctor`, the default, `compare` and `find` need nothing but the package. Norms by name of
+`suggest`, the progress bar of `find` and figures need the extra `monitor`, which is imported where it
+is used.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _add_find(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
     )
-    command.add_argument("--steps", type=_at_least(4), default=200, help="of a whole trial (200)")
+    command.add_argument("--steps", type=_at_least(4), default=200, help="of a trial (200)")
     command.add_argument("--seeds", type=_at_least(1), default=3, help="how many (3)")
     command.add_argument("--figure", type=Path, metavar="FILE", help="a .png or .svg file to draw")
     command.add_argument("--csv", type=Path, metavar="FILE", help="for the loss of every trial")

@@ -344,7 +344,7 @@ def find_max_norm(
     Each trial is a short training that begins with the same weights, random state and batches, and
     differs in its limit. All limits train with the first seed, the best three with the second, and
     the best two with each other one. No limit is always among them. A trial whose loss is NaN or
-    inf ends there, and one whose limit is above every norm is not run. With three seeds they are 13
+    inf ends there, and one whose limit is above every norm is not run. With three seeds they are 12
     to 16 trials, 23 at most, and fewer where trials diverge.
 
     Example:
