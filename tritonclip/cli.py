@@ -1,8 +1,7 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, `compare` and `find` need nothing but the package. Norms by name of
-`suggest`, the progress bar of `find` and figures need the extra `monitor`, which is imported where it
-is used.
+`doctor`, the default, `compare` and `find` need nothing but the package. Norms by name, figures and
+the progress bar of `find` need the extra `monitor`, which is imported where it is used.
 """
 
 from __future__ import annotations

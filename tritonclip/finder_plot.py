@@ -20,8 +20,8 @@ from tritonclip.monitor import plot
 _WIDE, _VERY_WIDE = 10.0, 300.0
 # Kinds of candidates: colour, marker and name.
 _RECOMMENDED = "C1", "D", "recommended"
-_LAST = "C0", "o", "of the last round"
-_SHORTER = "0.6", ".", "of shorter trials"
+_ALL = "C0", "o", "with all seeds"
+_FEWER = "0.6", ".", "with fewer seeds"
 
 
 def save(path: str | os.PathLike[str], found: Found) -> None:
@@ -47,7 +47,7 @@ def draw(found: Found) -> Figure:
             place = ("data", "axes fraction")
             axes.annotate("diverged", (position, 0.95), None, place, ha="center")
             continue
-        kind = _SHORTER if (one.seeds, one.steps) != (best.seeds, best.steps) else _LAST
+        kind = _ALL if one.seeds == best.seeds else _FEWER
         colour, marker, _ = _RECOMMENDED if one.clip == found.clip else kind
         errors = [[middle - low], [min(high, max(finite)) - middle]]
         axes.errorbar(position, middle, errors, fmt=marker, capsize=4, color=colour)
@@ -61,7 +61,7 @@ def draw(found: Found) -> Figure:
         is_very_wide = max(finite) > _VERY_WIDE * min(finite)
         axes.yaxis.set_minor_formatter("" if is_very_wide else "{x:g}")
     axes.set(xlabel="limit", ylabel="held-out loss" if found.is_held_out else "loss at the end")
-    for colour, marker, label in (_RECOMMENDED, _LAST, _SHORTER):
+    for colour, marker, label in (_RECOMMENDED, _ALL, _FEWER):
         axes.plot([], [], marker, color=colour, label=label)
     seeds = f"{len(best.seeds)} seed{'s' * (len(best.seeds) > 1)}"
     axes.set_title(f"median and quartiles over {seeds}, {best.steps} steps")
