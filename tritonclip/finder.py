@@ -49,11 +49,9 @@ _NO_GAIN, _GIVEN_UP = 0.002, 0.1
 _CHANCE = 1 / 8
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
-# The search was blind if fewer of its trials say something; trials so many times as long are
-# advised.
-_LEAST_TELLING, _LONGER = 0.5, 3
-# Losses before training has changed them much.
-_N_EARLY = 5
+# Trials are short if the first part, of at least ten steps, says something with fewer of them;
+# trials so many times as long are advised.
+_FIRST_PART, _FEWEST, _LEAST_TELLING, _LONGER = 6, 10, 0.5, 3
 
 
 @dataclass(frozen=True)
@@ -250,11 +248,6 @@ def _ending(trial: Trial) -> Tensor:
     if trial.diverged or trial.held_out is not None:
         loss = math.inf if trial.held_out is None else trial.held_out
         return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
-    return _ended(trial)
-
-
-def _ended(trial: Trial) -> Tensor:
-    """The losses of its last steps."""
     return trial.losses[-max(math.ceil(_JUDGED * len(trial.losses)), 1) :]
 
 
@@ -545,21 +538,23 @@ def _reason(
 
 
 def _on_length(trials: list[Trial], steps: int) -> str:
-    """A sentence on trials that end before trainings separate; "" where they do not.
+    """A sentence on trials in whose first part nothing happens; "" where they are long enough.
 
     Args:
         trials: one of each candidate, with the same seed.
         steps: of a trial.
     """
-    n = len(trials)
-    n_telling = sum(one.diverged or moves(one.losses[:_N_EARLY], _ended(one)) for one in trials)
+    n, first = len(trials), max(steps // _FIRST_PART, min(steps, _FEWEST))
+    n_telling = sum(
+        not trial.losses[:first].isfinite().all() or moves(trial.losses[:first]) for trial in trials
+    )
     if n_telling >= _LEAST_TELLING * n:
         return ""
     few = f"only {n_telling}" if n_telling else "none"
     return (
-        f" But the trials were too short to tell, or their losses too noisy: in {steps} steps, the "
-        f"loss changed clearly with {few} of {n} candidates, so that limits were left out by "
-        f"chance. Ask again with steps={_LONGER * steps}."
+        f" But the trials were too short to tell, or their losses too noisy: in the first {first} "
+        f"steps, the loss changed clearly with {few} of {n} candidates, so that those that start "
+        f"slowly may have been left out. Ask again with steps={_LONGER * steps}."
     )
 
 

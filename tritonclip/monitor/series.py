@@ -107,16 +107,17 @@ def least_equal(limit: float) -> float:
 
 def falls(losses: Tensor) -> bool:
     """Whether losses fall clearly."""
-    return _share_that_falls(*ends(losses)) >= _FALLS
+    return _share_that_falls(losses) >= _FALLS
 
 
-def moves(early: Tensor, late: Tensor) -> bool:
-    """Whether late losses are clearly lower or higher than early ones."""
-    return abs(_share_that_falls(early, late) - 0.5) >= _FALLS - 0.5
+def moves(losses: Tensor) -> bool:
+    """Whether losses fall or rise clearly."""
+    return abs(_share_that_falls(losses) - 0.5) >= _FALLS - 0.5
 
 
-def _share_that_falls(early: Tensor, late: Tensor) -> float:
+def _share_that_falls(losses: Tensor) -> float:
     """The share of the pairs of an early and a late loss whose late one is lower; ties are half."""
+    early, late = ends(losses)
     changes = late - early[:, None]
     return float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
 
