@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import sys
 
 import pytest
 import torch
@@ -109,6 +110,25 @@ assert os.waitpid(child, 0)[1] == 0
 def test_forked_process_waits_for_no_thread():
     """Where the list is large, but no gradient is, PyTorch's own operators wait for none."""
     done = python("-c", FORKS, TRITONCLIP_BACKEND="native")
+    assert done.returncode == 0, done.stderr
+
+
+THREADS = """
+import os, torch, tritonclip
+from tritonclip.backends.native import loops
+torch.set_num_threads(2)
+params = [torch.zeros(10_000, requires_grad=True) for _ in range(2 * loops.SHARED // 10_000 + 1)]
+for one in params:
+    one.grad = torch.ones(10_000)
+before = len(os.listdir("/proc/self/task"))
+tritonclip.clip_(params, 1.0)
+assert len(os.listdir("/proc/self/task")) == before + 1
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted as Linux shows them")
+def test_large_list_is_shared_by_threads():
+    done = python("-c", THREADS, TRITONCLIP_BACKEND="native")
     assert done.returncode == 0, done.stderr
 
 

@@ -459,3 +459,21 @@ def test_every_group_gets_the_norms_of_all_in_one_order():
 
 def test_norms_of_the_host_stay_numbers():
     assert _join([[1.0], [2.0, 3.0]], [FIRST, FIRST]) == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_weights_of_a_plan_count_once_in_the_budget():
+    """Also where layouts are made again, for weights that lie in another way."""
+    grads = [normal((4, 6)), normal((3, 5))]
+    params = parameters(grads)
+    cache = plan_cache.plans
+    cache.clear()
+    tritonclip.clip_(params, 1.0)
+    (plan,) = cache._plans.values()
+    taken = [plan.n_bytes]
+    for weights in ([torch.ones(4, 6), torch.ones(3, 5)], [torch.ones(6, 4).mT, torch.ones(3, 5)]):
+        for one, weight in zip(params, weights, strict=True):
+            one.data = weight
+        tritonclip.clip_(params, tritonclip.ClipByUnitNorm(0.1))
+        taken.append(plan.n_bytes)
+    assert cache._plans.popitem()[1] is plan
+    assert taken[0] < taken[1] == taken[2]

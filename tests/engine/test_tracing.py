@@ -214,3 +214,17 @@ def test_functional_graph_is_right_for_other_gradients(device, call):
     graph(*grads_of(device, (7, 3)))
     others = grads_of(device, (7, 3), 30.0)
     assert_bits(graph(*[other.clone() for other in others]), step(others))
+
+
+def test_step_of_flat_gradients_that_were_clipped_before_is_refused():
+    params = parameters(grads_of("cpu", (7, 3)))
+    flat = FlatGradients(params)
+    optimizer = ClippedOptimizer(torch.optim.SGD(params, lr=0.1), 1.0, flat=flat)
+    optimizer.step()
+
+    def step(x):
+        optimizer.step()
+        return x
+
+    with pytest.raises(RuntimeError, match=REFUSED):
+        make_fx(step)(torch.ones(3))

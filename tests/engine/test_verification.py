@@ -291,13 +291,14 @@ def test_verify_multiplies_both_parts_of_a_complex_gradient(device):
     assert torch.view_as_real(grad).isnan().tolist() == [[True, False], [False, False]]
 
 
-def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch):
-    grads = of_sizes(range(1, 9), torch.float32, device)
+@pytest.mark.parametrize(("n", "more"), [(3, 0), (4, 1), (8, 5)])
+def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch, n, more):
+    grads = of_sizes(range(1, n + 1), torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: [grad[0].mul_(1.001) for grad in grads])
     with tritonclip.verify(), pytest.raises(VerificationError) as caught:
         tritonclip.clip_(named(grads), 0.5)
     assert re.findall(r"w\d", str(caught.value)) == ["w0", "w1", "w2"]
-    assert "and 5 more" in str(caught.value)
+    assert re.findall(r"and (\d) more", str(caught.value)) == [str(more)] * (more > 0)
 
 
 def test_verify_leaves_the_gradients_as_the_call_left_them(verbs, device, monkeypatch):
@@ -484,3 +485,10 @@ def test_verify_holds_in_its_own_thread_only(monkeypatch):
 def test_verify_takes_no_argument_and_says_how_it_is_called(call, said):
     with pytest.raises(TypeError, match=said):
         call()
+
+
+def test_verify_finds_a_clamp_that_is_off_by_the_last_digit(verbs, device, monkeypatch):
+    grads = [torch.tensor([0.05, 7.0], device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[0].mul_(1 + 2.0**-23), "clamp_")
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[0\]"):
+        tritonclip.clip_(named(grads), ClipByValue(0.1))

@@ -499,3 +499,14 @@ def test_async_error_is_raised_where_the_recorder_of_its_step_failed(monkeypatch
 
 def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_async_error_counts_the_steps_after_it_alone():
+    """Not those before it."""
+    with decided_on_device():
+        params, optimizer = wrapped(FUSED)
+        for bad in (None, None, math.nan, None):
+            give_grads(params, bad=bad)
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"Step 2, .* of this step and of the step after it"):
+            optimizer.synchronize()

@@ -504,3 +504,12 @@ def test_wrapper_that_is_saved_without_helpers_comes_back(tmp_path, rule, how):
     for pair in ((model, optimizer), (twin, other)):
         train(*pair, range(5, 9))
     assert_same_run((model, optimizer), (twin, other))
+
+
+def test_a_step_of_a_sparse_gradient_is_counted():
+    """Whether all of its elements are 0 is not asked."""
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    optimizer = ClippedOptimizer(SGD([weight], lr=0.0), 1.0)
+    weight.grad = torch.zeros(3, 2).to_sparse()
+    optimizer.step()
+    assert int(optimizer.stats.steps) == 1

@@ -115,8 +115,8 @@ def test_zero_makes_the_step_one_with_zero_gradients(backend, make, rule):
 
 @pytest.mark.parametrize(
     "rule",
-    [ClipByGlobalNorm(1.0), ClipByNorm(1.0)],
-    ids=["global", "by-norm"],
+    [ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByUnitNorm(1.0)],
+    ids=["global", "by-norm", "by-unit"],
 )
 def test_zero_is_a_coefficient_of_zero(backend, rule):
     params = [torch.nn.Parameter(torch.zeros(2, device=backend.device)) for _ in range(2)]
@@ -482,3 +482,13 @@ def test_fused_step_on_a_gpu_does_not_sync(cuda_backend, rule, policy):
     give_grads(params, 2, bad=math.nan)
     with no_sync():
         optimizer.step()
+
+
+@LEFT_OUT
+def test_zero_unscales_what_is_not_clipped(how):
+    params = new_params()
+    optimizer = ClippedOptimizer(SGD(_left_out(params, how)), 1.0, nonfinite="zero")
+    give_grads(params, 1, bad=math.nan, at=2)
+    grads = grads_of(params)
+    optimizer.step(grad_scale=4.0)
+    assert_bits([grad_of(params[2])], [grads[2] / 4])

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, SparseAdam
 
 from helpers import reference
-from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal, parameter
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal, parameter, parameters
 from helpers.param_groups import (
     ABSENT,
     assert_close,
@@ -395,3 +395,31 @@ def test_step_without_any_gradient(nonfinite, zero_size):
     assert summary["norm"] == summary["group1_norm"] == 0.0
     assert summary["coefficient"] == summary["group1_coefficient"] == 1.0
     assert (summary["steps"], summary["clipped_steps"]) == (1, 0)
+
+
+def test_every_group_is_measured_once(verbs, device, monkeypatch):
+    """By one norm, which shows NaN and is that of an outlier too."""
+    measured = []
+    real = verbs.norm
+
+    def counted(batch, *args, **options):
+        measured.append(batch)
+        return real(batch, *args, **options)
+
+    monkeypatch.setattr(verbs, "norm", counted)
+    params = parameters([torch.ones(3, device=device), torch.ones(5, device=device)])
+    groups = [{"params": [one], "clip": 1.0} for one in params]
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite="skip", skip_above=100.0
+    )
+    optimizer.step()
+    assert len(measured) == len(groups)
+
+
+def test_statistics_follow_parameters_to_another_device():
+    """From one without memory, on which large models are made."""
+    without = torch.nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = ClippedOptimizer(torch.optim.SGD([without], lr=0.1), 1.0)
+    optimizer.param_groups[0]["params"][0] = parameter(torch.ones(3))
+    optimizer.step()
+    assert optimizer.stats.summary()["steps"] == 1

@@ -209,3 +209,22 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
     folder.mkdir()
     recorder.close()
     assert len(rows_of(folder / "run.csv")) == 2
+
+
+def test_a_step_that_is_repeated_is_a_row_of_the_recorder_that_is_there_then(tmp_path, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with tritonclip.record(tmp_path / "1.csv", each=True) as recorder:
+        params, optimizer = wrapped(sgd, recorder=recorder)
+        give_grads(params)
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer.optimizer, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+    with tritonclip.record(tmp_path / "2.csv", each=True) as other:
+        optimizer.recorder = other
+        optimizer.step()
+    (row,) = rows_of(tmp_path / "2.csv")
+    assert float(row["norm"]) == pytest.approx(float(optimizer.stats.last_norm), rel=1e-6)
+    assert sum(name.startswith("norm/") for name in row) == len(params)

@@ -387,3 +387,12 @@ def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
         give_grads(params)
         optimizer.step()
     assert int(optimizer.stats.consecutive_skips) == 0
+
+
+def test_skips_that_the_host_has_decided_raise_at_once():
+    params, optimizer = wrapped(PLAIN_AND_FUSED[0].values[0], nonfinite="skip")
+    optimizer._log.watch = Late(2)
+    give_grads(params, bad=math.nan)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="2 steps in a row"):
+        optimizer.step()

@@ -233,6 +233,7 @@ def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
     [
         ("memory", None),
         ("calls", 2**70),
+        ("calls", 2**62),
         ("calls", torch.tensor(math.inf)),
         ("steps", torch.tensor(-1)),
         ("consecutive_skips", torch.zeros(1, 1, dtype=torch.int64)),
@@ -271,3 +272,23 @@ def test_damaged_bytes_in_a_group_are_refused(damaged):
 def test_what_is_no_checkpoint_is_refused(state):
     with pytest.raises(ValueError, match=r"expected the result of state_dict\(\)"):
         one_weight()[1].load_state_dict(state)
+
+
+def test_counts_come_back_as_far_as_they_go():
+    _, source = one_weight(momentum=0.5)
+    source.step()
+    saved = source.state_dict()
+    saved["tritonclip"]["calls"] = 2**62 - 1
+    _, target = one_weight(momentum=0.5)
+    target.load_state_dict(saved)
+    assert int(target.state_dict()["tritonclip"]["calls"]) == 2**62 - 1
+
+
+def test_calls_that_are_missing_begin_anew():
+    _, source = one_weight(momentum=0.5)
+    source.step()
+    saved = source.state_dict()
+    del saved["tritonclip"]["calls"]
+    _, target = one_weight(momentum=0.5)
+    target.load_state_dict(saved)
+    assert int(target.state_dict()["tritonclip"]["calls"]) == 0

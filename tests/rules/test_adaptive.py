@@ -374,9 +374,10 @@ def test_rms_bounds_the_root_mean_square_of_each_gradient(device):
 
 
 def test_rms_of_a_gradient_without_elements_clips_nothing():
-    weights = parameters([torch.zeros(0), torch.full((4,), 2.0)])
+    weights = parameters([torch.zeros(0), torch.full((4,), 2.0), torch.full((1,), 2.0)])
     tritonclip.clip_(weights, ClipByRMS(1.0))
     assert grad_of(weights[1]).tolist() == [1.0] * 4
+    assert grad_of(weights[2]).tolist() == [1.0]
 
 
 SCHEDULED: list[Any] = [

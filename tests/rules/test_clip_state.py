@@ -331,3 +331,27 @@ def test_its_text_counts_calls():
         assert repr(state) == f"<ClipState of no norms after {expected}>"
         weight.grad = torch.ones(2)
         tritonclip.clip_(weight, rule, state=state)
+
+
+@pytest.mark.parametrize(
+    ("rule", "at", "value"),
+    [
+        (tritonclip.ClipByOwnQuantile(0.5, 4), 3, 1.0),
+        (ClipByOwnHistory(), 0, 0.0),
+        (ClipByOwnHistory(), 1, 0.5),
+    ],
+    ids=["slot", "average", "count"],
+)
+def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
+    """A last slot that is filled first, an average of 0, and half a norm."""
+    weight, state = torch.nn.Parameter(torch.zeros(2)), ClipState()
+    weight.grad = torch.ones(2)
+    tritonclip.clip_(weight, rule, state=state)
+    weight.grad = torch.ones(2)
+    saved = state.state_dict()
+    saved["values"] = torch.tensor(saved["values"])
+    saved["values"][:, at] = value
+    state.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"values that .* never leaves"):
+        tritonclip.clip_(weight, rule, state=state)
+    assert weight.grad.tolist() == [1.0, 1.0]

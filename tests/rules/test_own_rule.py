@@ -259,3 +259,13 @@ def test_torch_compile_runs_the_call_eagerly():
     weight = three_four()
     assert clip(weight) == 5.0
     assert float(grad_of(weight).norm()) == pytest.approx(5 / 6)
+
+
+def test_a_limit_of_zero_leaves_nothing(device):
+    class Nothing(Rule):
+        def limit(self, measured: Measured) -> Any:
+            return 0
+
+    weight = three_four(device)
+    tritonclip.clip_(weight, Nothing())
+    assert grad_of(weight).tolist() == [0.0, 0.0]

@@ -352,3 +352,31 @@ def test_clip_tensors_clips_singular_values_and_excludes_nothing(device):
     assert_clipped(model, before)
     with pytest.raises(TypeError, match="a rule without exclude"):
         tritonclip.clip_tensors_([torch.ones(2, 2)], ClipBySpectralNorm(LIMIT, exclude=model[1]))
+
+
+def test_matrix_whose_bound_alone_is_over_the_limit_keeps_every_bit():
+    """The bound of 64 equal singular values is 14% over them until it is looked at twice."""
+    rotation = torch.linalg.qr(normal((64, 64), torch.float64)).Q
+    weight = nn.Parameter(torch.zeros(64, 64))
+    weight.grad = 0.95 * rotation.float()
+    before = weight.grad.clone()
+    tritonclip.clip_(weight, ClipBySpectralNorm(1.0))
+    assert_bits([weight.grad], [before])
+
+
+def test_matrix_of_zeros_has_the_norm_zero(device):
+    weight = nn.Parameter(torch.zeros(3, 4, device=device))
+    weight.grad = torch.zeros_like(weight)
+    assert tritonclip.clip_(weight, ClipBySpectralNorm(1.0)).tolist() == [0.0]
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("size", [1.01, 1.1, 1.2])
+def test_verify_accepts_a_matrix_of_rank_one_over_the_limit(size):
+    """Its 2-norm is its singular value: no other norm says whether it is to be written."""
+    grad = normal((30, 1)) @ normal((1, 40), seed=1)
+    weight = nn.Parameter(torch.zeros(30, 40))
+    weight.grad = grad * (size / grad.norm())
+    with tritonclip.verify():
+        tritonclip.clip_(weight, ClipBySpectralNorm(1.0))
+    assert float(grad_of(weight).norm()) == pytest.approx(1.0, rel=1e-5)
