@@ -346,7 +346,7 @@ STEPS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
     ),
     "loss": (
         lambda named, first: _step(named, skip_above=Outlier(), loss=1.0 if first else None),
-        "optimizer.loss",
+        "optimizer.loss: rank 0 has a loss",
     ),
     "loss-scale": (lambda named, first: _step(named, grad_scale=2.0 + first), "the loss scale"),
     "order-of-parameters": (
