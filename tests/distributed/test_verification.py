@@ -278,9 +278,9 @@ CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
     ),
     "total": (
         lambda named, first: (
-            tritonclip.get_total_norm(grads_of(named.values())) if first else _clip(named)
+            _clip(named) if first else tritonclip.get_total_norm(grads_of(named.values()))
         ),
-        "the call",
+        "the call: rank 0 has clip",
     ),
     "given": (
         lambda named, first: tritonclip.clip_grads_with_norm_(
