@@ -26,6 +26,7 @@ from helpers.cases import (
     same_parameters,
 )
 from helpers.histories import ADAPTIVE, of_norm
+from helpers.workers import python
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -499,3 +500,24 @@ def test_own_history_of_an_inf_zeroes_the_others_as_a_global_norm_does():
     tritonclip.clip_(theirs, 1.0)
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(grad_of(one), grad_of(two), equal_nan=True)
+
+
+def test_rules_follow_norms_where_the_extension_is_missing():
+    """As on Windows: limits, and the norms and gradients that they clip."""
+    code = """
+import sys
+sys.modules["tritonclip.backends._native"] = None
+import torch, tritonclip
+from tritonclip.backends import native
+assert native.loops is None
+by_history = tritonclip.ClipByOwnHistory(ratio=1.5, warmup=1, max_norm=9.0)
+for rule in [tritonclip.ClipByQuantile(0.5), by_history]:
+    weight, state = torch.nn.Parameter(torch.zeros(3)), tritonclip.ClipState()
+    for size in (1.0, 1.0, 9.0):
+        weight.grad = torch.tensor([0.0, size, 0.0])
+        tritonclip.clip_([weight], rule, state=state)
+    print(round(float(weight.grad.norm()), 4))
+"""
+    result = python("-c", code)
+    # Their limits: the median of the norms, and 1.5 times their average.
+    assert result.stdout.split() == ["1.0", "1.5"], result

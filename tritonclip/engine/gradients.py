@@ -254,13 +254,9 @@ class Gradients:
         return list(parameters) if at is None else [parameters[i] for i in at]
 
     def finish_writing(self, *, wrote: bool = True) -> None:
-        """Writes copies back, and counts versions of sparse gradients."""
-        if not wrote:
-            return
-        for index, dense in self.copies.items():
+        """Writes copies back."""
+        for index, dense in self.copies.items() if wrote else ():
             write_back_(self.tensors[index], dense)
-        if self.plan is not None and self.plan.sparse:
-            torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
 
     def warning(self, outcome: str = "no gradient clipping will occur") -> str:
         """Why the list is empty, where the user probably did not intend it; else ""."""
