@@ -26,7 +26,7 @@ from tritonclip import settings
 from tritonclip.backends import choose
 from tritonclip.backends.operators import norm_of
 from tritonclip.clipping import Parameters
-from tritonclip.engine.arguments import LabelOf, check_marks, labelled, needs_clip
+from tritonclip.engine.arguments import LabelOf, checked_parameters, labelled, needs_clip
 from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
 from tritonclip.functional.formulas import real_of
@@ -430,7 +430,7 @@ def _plain(x: Tensor | None, name: str) -> Tensor:
 
 
 def _copied(model: Module) -> Module:
-    check_marks(model)
+    checked_parameters(model)
     try:
         twin = copy.deepcopy(model)
         for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):

@@ -278,8 +278,9 @@ def _share(a: Tensor, b: Tensor) -> float:
 def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     """The clip to recommend, the best, and those that are not distinguishable from the best.
 
-    By the rule of one standard error (Breiman et al. 1984): of those within it, the simplest. No
-    limit is simpler than any, and a large limit than a small one, which is simpler than a rule.
+    By the rule of one standard error (Breiman et al. 1984): of those within it that help and give
+    up little of the gain, the simplest. No limit is simpler than any, and a large limit than a
+    small one, which is simpler than a rule.
 
     Args:
         last: the trials of a round, over the same seeds; no limit is a candidate.
@@ -384,8 +385,8 @@ def find_max_norm(
     Returns:
         The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
         the limits that are not distinguishable from the best: the mildest that works. It is never a
-        limit that was worse than none in any of up to seven seeds. `reason` says where trials were
-        too short to tell.
+        limit that was clearly worse than none in any of up to seven seeds. `reason` says where
+        trials were too short to tell.
 
     Raises:
         TypeError: arguments of another kind, or a step that returns no loss.
@@ -523,7 +524,7 @@ def _reason(
         if chosen is not best:
             text += (
                 f" {best.name} had {of[best.clip]}, no clear difference; of limits that are as "
-                "good, and better than none in every seed, the largest changes the least."
+                "good, and help as clearly, the largest changes the least."
             )
         if chosen.clipped_share >= _NEARLY_ALL:
             text += _on_smaller_steps(chosen, optimizer)

@@ -1,4 +1,4 @@
-"""The three rules check their arguments on construction, and are plain frozen values."""
+"""Rules check their arguments on construction, and are plain frozen values."""
 
 from __future__ import annotations
 

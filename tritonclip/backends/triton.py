@@ -42,7 +42,7 @@ class TritonLayout:
 
 
 class TritonBatch:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.Batch`."""
+    """Verbs that launch kernels; see :class:`tritonclip.backends.interface.Batch`."""
 
     def __init__(self, tensors: list[Tensor], table: ChunkTable, dtype: torch.dtype) -> None:
         self._table, self._dtype = table, dtype

@@ -32,7 +32,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if needs_clip(parameter) else None
 
 
-def check_marks(module: Module) -> list[Tensor]:
+def checked_parameters(module: Module) -> list[Tensor]:
     """The parameters, as `module.parameters()` has them; ValueError for marks on modules."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -71,7 +71,7 @@ def labelled(parameters: object) -> tuple[list[Tensor], LabelOf]:
 def with_labels(parameters: object) -> tuple[list[Tensor], LabelOf]:
     """The parameters in an argument of `clip_`, and the name of the i-th."""
     if isinstance(parameters, Module):
-        check_marks(parameters)
+        checked_parameters(parameters)
         parameters = parameters.named_parameters()
     return unnamed(as_list(parameters), "parameters[{}]".format)
 
@@ -81,7 +81,7 @@ def as_list(parameters: object) -> list[Any]:
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, Module):
-        found, cls = check_marks(parameters), type(parameters)
+        found, cls = checked_parameters(parameters), type(parameters)
         if any(getattr(cls, name) is not getattr(Module, name) for name in _METHODS):
             return list(parameters.parameters())
         return found

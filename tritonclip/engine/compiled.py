@@ -19,7 +19,7 @@ from torch.nn import Module
 from tritonclip import rules
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import (
-    check_marks,
+    checked_parameters,
     needs_clip,
     refuse_parameters,
     tensors_in,
@@ -285,7 +285,7 @@ def clip_(
             copies=copies,
         )
     if isinstance(argument, Module):
-        check_marks(argument)
+        checked_parameters(argument)
     if rule.excludes:
         # Of FlatGradients.
         left_out = getattr(argument, "left_out", ())
@@ -362,7 +362,7 @@ def scale_to_norm_(
         break_graph(eager, parameters, rule.max_norm, norm, eps=rule.eps)
     elif grads:
         if isinstance(parameters, Module):
-            check_marks(parameters)
+            checked_parameters(parameters)
         numbers, changing = _as_inputs(rule.numbers)
         with torch.no_grad():
             _scale_op(grads, names, norm, numbers, changing)

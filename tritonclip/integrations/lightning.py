@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from tritonclip.engine.arguments import check_marks
+from tritonclip.engine.arguments import checked_parameters
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
@@ -119,7 +119,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the optimizers, before their checkpoints are loaded."""
-        check_marks(pl_module)
+        checked_parameters(pl_module)
         options, n = _options_for(trainer.strategy.model), len(trainer.optimizers)
         recorders = self.recorder if isinstance(self.recorder, list | tuple) else [self.recorder]
         if self.recorder is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tritonclip.engine.arguments import check_marks
+from tritonclip.engine.arguments import checked_parameters
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
@@ -100,7 +100,7 @@ class ClippingMixin:
         """The optimizer of the trainer, wrapped."""
         inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if wrapper_in(inner) is None:
-            check_marks(self.model)
+            checked_parameters(self.model)
             if isinstance(inner, LayerWiseDummyOptimizer):
                 raise RuntimeError(
                     f"optim={self.args.optim} steps inside backward, before all gradients are "

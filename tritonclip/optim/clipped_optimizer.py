@@ -123,8 +123,8 @@ class ClippedOptimizer(ScalerSide):
             RuntimeError. None raises none, and warns at 100. If steps do not wait for the
             accelerator, the error comes eight steps later, in the same step on every process.
         recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
-            step, whether the step was skipped, and the norms of groups that have a rule. Deep
-            copies of the wrapper have no recorder.
+            step, whether the step was skipped, the attribute `loss` if it is set, and the norms of
+            groups that have a rule. Deep copies of the wrapper have no recorder.
         flat: the :class:`FlatGradients` of the optimizer's parameters. Steps then do not read every
             parameter, unless a group has a rule, and `zero_grad` sets gradients to 0, never to
             None.

@@ -115,7 +115,6 @@ class Step:
         """
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
         plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
-        # Else nothing refuses the only clip group, and no other norm of it is needed yet.
         if (
             plan is None
             or not plan.ordinary
@@ -125,6 +124,7 @@ class Step:
         ):
             self._measure_all(refusal, processes, raises_if_nonfinite)
             return
+        # Nothing refuses the only clip group, and no other norm of it is needed yet.
         (group,) = groups
         if not rule.fixed:
             rule = self._bound(group)
