@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.operators import combine, wide_dtype
+from tritonclip.backends.operators import combine, combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import verify
@@ -23,6 +23,7 @@ from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 from tritonclip.rules.state import upload
 
+N = TypeVar("N", float, Tensor)
 # Norms of each gradient: the 2-norm, the largest magnitude, and the elements that are not 0.
 STATISTICS = (Norm(each=True), Norm(math.inf, each=True), Norm(0.0, each=True))
 
@@ -214,15 +215,7 @@ class NamedNorms:
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
         # Without Python code of Tensor.__iter__.
-        each = norms.unbind()
-        if self._members is None:
-            return dict(zip(self.names, each, strict=True))
-        norm_of = dict(zip(map(id, self._measured), each, strict=True))
-        by_name = {}
-        for name, members in self._members.items():
-            found = [norm_of[at] for at in members if at in norm_of]
-            by_name[name] = found[0] if len(found) == 1 else _combined(found, p, norms)
-        return by_name
+        return self._by_name(norms.unbind(), lambda members: _combined(members, p, norms))
 
     def statistics_by_name(self, measured: Sequence[Norms]) -> list[dict[str, Tensor]]:
         """Norms, largest magnitudes and shares of zeros by name, from what was measured."""
@@ -250,17 +243,34 @@ class NamedNorms:
         shares = 1 - torch.stack(list(by_name.values())) / divisors
         return dict(zip(by_name, shares.to(dtype).unbind(), strict=True))
 
+    def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
+        """As `by_name`, where the host decides."""
+        return self._by_name(norms, lambda members: combine_numbers(members, p) if members else 0.0)
+
+    def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
+        if self._members is None:
+            return dict(zip(self.names, norms, strict=True))
+        norm_of = dict(zip(map(id, self._measured), norms, strict=True))
+        by_name = {}
+        for name, members in self._members.items():
+            found = [norm_of[at] for at in members if at in norm_of]
+            by_name[name] = found[0] if len(found) == 1 else combined(found)
+        return by_name
+
 
 def zeros_of(nonzeros: Norms) -> list[float] | Tensor:
     """The share of zeros in each gradient here, from norms of order 0; 1 without elements.
 
     Numbers where the host decides, else 1-d.
     """
-    counts, wide = nonzeros.norm_here(), wide_dtype(nonzeros.device)
+    counts = nonzeros.norm_here()
     # Rounded as the counts are, so that a gradient without zeros has none.
     sizes = nonzeros.here(nonzeros.sizes()).to(counts.dtype)
-    shares = 1 - counts.to(wide) / sizes.to(wide).clamp(min=1)
-    return shares.tolist() if choose.host_decides(counts.device) else shares
+    if not choose.host_decides(counts.device):
+        wide = wide_dtype(counts.device)
+        return 1 - counts.to(wide) / sizes.to(wide).clamp(min=1)
+    pairs = zip(counts.tolist(), sizes.tolist(), strict=True)
+    return [1 - count / size if size else 1.0 for count, size in pairs]
 
 
 def is_measured(parameter: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tritonclip.backends import choose
 from tritonclip.engine import verify
 from tritonclip.engine.norms import Norms
 from tritonclip.messages import warn_user
@@ -188,7 +189,9 @@ class StepRecord:
                 statistics = named.measure_statistics(grad_scale)
             return [*named.statistics_by_name(statistics)]
         each = measured[0].norm_here() if measured else named.measure(2.0, grad_scale)
-        return [{**named.by_name(each, 2.0)}]
+        if choose.host_decides(each.device):
+            return [named.numbers_by_name(each.tolist(), 2.0)]
+        return [named.by_name(each, 2.0)]
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None
