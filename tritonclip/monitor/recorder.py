@@ -62,7 +62,7 @@ def record(
             file in this process is closed.
         every: the number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
-            Gradients are read once more, unless one rule measures the norm of each. The optimizer
+            Gradients are read once more, unless their rule measures these norms. The optimizer
             knows the names if it was made from `model.named_parameters()`.
         statistics: whether it also adds the largest magnitude and the share of zeros of these
             gradients, by a reading for each of the two; with `each`.

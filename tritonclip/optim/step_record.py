@@ -1,8 +1,7 @@
 """The norms of a step for a recorder: of all gradients, of groups with a rule, of each parameter.
 
 The norm of each parameter, its largest magnitude and its share of zeros are ordinary norms, of
-order 2, inf and 0. Each takes a reading of the gradients, but the first where one rule measures it
-for all parameters.
+order 2, inf and 0: each takes a reading of the gradients, but the first where the rule measures it.
 """
 
 from __future__ import annotations
@@ -19,31 +18,65 @@ from tritonclip.engine.norms import Norms
 from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Flag, Outcomes
-from tritonclip.named_norms import STATISTICS, NamedNorms, zeros_of
+from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, Grouping, global_norm_of
 from tritonclip.optim.param_groups import are_same, key_of, label_of_member
 
 
 class ParameterNames:
-    """The names of the parameters of a clip group, kept from step to step."""
+    """The names of the parameters in clip groups, kept from step to step."""
 
     def __init__(self) -> None:
-        self._known: Any = ()
-        self._names: tuple[str, ...] | None = None
+        # The parameters of each clip group.
+        self._known: list[Any] = []
+        self._names: list[list[str]] | None = None
 
-    def of(self, group: ClipGroup) -> tuple[str, ...] | None:
-        """The names of the group's parameters, in order; None where parameters share one."""
-        found = group.gradients.sources
-        if found is None:
-            # The views of a FlatGradients do not change.
-            found = group.gradients.tensors
-        is_list = isinstance(found, list)
-        if not (are_same(found, self._known) if is_list else found is self._known):
-            # The user's list may change.
-            self._known = list(found) if is_list else found
-            names = tuple(map(group.gradients.label_of, range(len(found))))
-            self._names = names if len(set(names)) == len(names) else None
+    def of(self, clip_groups: Sequence[ClipGroup]) -> list[list[str]] | None:
+        """The names of each clip group's parameters; None where parameters share one."""
+        found = [_parameters_in(group) for group in clip_groups]
+        if len(found) != len(self._known) or not all(map(_have_not_changed, found, self._known)):
+            # The user's list may change; the views of a FlatGradients do not.
+            self._known = [list(params) if isinstance(params, list) else params for params in found]
+            names = [
+                list(map(group.gradients.label_of, range(len(params))))
+                for params, group in zip(found, clip_groups, strict=True)
+            ]
+            every = [*chain.from_iterable(names)]
+            self._names = names if len(set(every)) == len(every) else None
         return self._names
+
+
+def _parameters_in(group: ClipGroup) -> Any:
+    """The parameters of a clip group, with and without gradients; of buffers their views."""
+    sources = group.gradients.sources
+    return group.gradients.tensors if sources is None else sources
+
+
+def _have_not_changed(parameters: Any, before: Any) -> bool:
+    """Whether a clip group has the parameters that it had."""
+    return are_same(parameters, before) if isinstance(parameters, list) else parameters is before
+
+
+# Numbers of one kind by name: norms, largest magnitudes, or shares of zeros. Those of no gradient.
+_Column = dict[str, float | Tensor]
+_NOTHING = (0.0, 0.0, 1.0)
+
+
+def _add_columns_(columns: Sequence[_Column], group: ClipGroup, names: Sequence[str]) -> None:
+    """Adds norms of a clip group's gradients by name, and statistics if a recorder takes them.
+
+    `_NOTHING` where there is no gradient; none for one that is an earlier one again.
+    """
+    positions = group.gradients.positions()
+    if positions is not None:
+        for name, p in zip(names, _parameters_in(group), strict=True):
+            if is_measured(p) and p.grad is None:
+                for column, nothing in zip(columns, _NOTHING, strict=False):
+                    column[name] = nothing
+        names = [names[i] for i in positions]
+    for column, values in zip(columns, _values_of(group), strict=False):
+        numbers = chain.from_iterable(v if isinstance(v, Tensor) else (v,) for v in values)
+        column.update(zip(names, numbers, strict=True))
 
 
 def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
@@ -83,42 +116,43 @@ class StepRecord:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
         self._recorder = recorder
-        # The clip group of all parameters, in the order of the recorder: its reading gives the norm
-        # of each. Else gradients that are measured for the recorder alone.
-        self._whole: ClipGroup | None = None
+        # Clip groups whose reading gives the norm of each gradient, and names of their parameters.
+        self._clipped: Sequence[ClipGroup] = ()
+        self._names: Sequence[list[str]] = ()
+        # All norms by name are those of one clip group, in order.
+        self._is_whole = False
+        # Gradients that are measured for the recorder alone.
         self._named: NamedNorms | None = None
         # The norm of all, and those by name, in this order, and then, if the recorder takes them,
         # largest magnitudes and shares of zeros; a 1-d tensor has several of them.
         self._norms: list[float | Tensor | None] = []
         self._order: tuple[str, ...] = ()
-        # Names whose gradient is that of an earlier one, and counts there.
-        self._again: set[str] = set()
         if not recorder.each:
             return
         groups, flat = grouping.groups, grouping.flat
         # Other processes have to get the error for gradients that are refused.
         is_collective = grouping.processes is not None
-        is_spread = is_collective or any(group.is_spread for group in clip_groups)
         clipped = [group for group in clip_groups if not group.unclipped]
-        if len(clipped) == 1 and clipped[0].index is None and not is_spread:
-            (whole,) = clipped
-            found, n = names.of(whole), sum([len(group["params"]) for group in groups])
-            if (
-                found
-                and whole.flat is flat
-                and (flat is not None or len(found) == n)
-                and found == (recorder.names or found)
-                and whole.gradients.positions() is None
-            ):
-                whole.by_name, whole.with_statistics = True, recorder.statistics
-                self._whole, self._order = whole, found
-                return
+        # Buffers name their parameters, but not in the clip groups of several rules.
+        is_named = flat is None or [group.flat for group in clipped] == [flat]
+        is_spread = is_collective or True in [group.is_spread for group in clip_groups]
+        if is_named and not is_spread:
+            found = names.of(clipped)
+            if found is not None:
+                self._clipped, self._names = clipped, found
+                for group in clipped:
+                    group.by_name, group.with_statistics = True, recorder.statistics
+                n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
+                if flat is not None or n_named == n:
+                    return
         parameters: Any = flat
         if flat is None:
+            measured = {id(p) for group in self._clipped for p in _parameters_in(group)}
             parameters = [
                 (label_of_member(groups, index, position), parameter)
                 for index, group in enumerate(groups)
                 for position, parameter in enumerate(group["params"])
+                if id(parameter) not in measured
             ]
         try:
             self._named = NamedNorms(parameters)
@@ -127,10 +161,6 @@ class StepRecord:
                 raise
             self.refusal = error
             return
-        if flat is None and not is_spread:
-            positions = self._named.gradients.positions() or range(len(parameters))
-            there = {name for name, parameter in parameters if parameter.grad is not None}
-            self._again = there - {parameters[i][0] for i in positions}
         recorded = ClipGroup(self._named.gradients, UNLIMITED, unclipped=True)
         recorded.with_statistics = recorder.statistics
         if recorded.is_spread:
@@ -138,22 +168,35 @@ class StepRecord:
 
     def check(self, clip_groups: Sequence[ClipGroup]) -> None:
         """Refuses a recorder that cannot take the step, of these clip groups."""
-        if self._whole is None:
-            names = [
-                key_of(group.index)
-                for group in clip_groups
-                if group.index is not None and group.has_norm
-            ]
-            if self._named is not None:
-                names += self._named.names
+        names = []
+        for group in clip_groups:
+            if group.index is not None and group.has_norm:
+                names.append(key_of(group.index))
+        complete = True
+        for group, group_names in zip(self._clipped, self._names, strict=True):
+            if group.gradients.positions() is None:
+                names += group_names
+            else:
+                parameters = _parameters_in(group)
+                names += [
+                    name for name, p in zip(group_names, parameters, strict=True) if is_measured(p)
+                ]
+                complete = False
+        if self._named is not None:
+            names += self._named.names
+        earlier_names, order = self._recorder.names or (), tuple(names)
+        if order != earlier_names:
             # Those of the recorder first: of parameters frozen since nothing is known.
-            self._order = tuple(dict.fromkeys([*(self._recorder.names or ()), *names]))
-        self._recorder.prepare(self._order)
+            order = tuple(dict.fromkeys([*earlier_names, *names]))
+        self._is_whole = complete and len(self._names) == 1 and order == tuple(self._names[0])
+        self._order = order
+        self._recorder.prepare(order)
 
     def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
         """Takes the norms of a step that is measured, and not written yet."""
         norm: float | Tensor | None = None
-        by_group: dict[str, float | Tensor] = {}
+        columns: list[_Column] = [{} for _ in range(3 if self._recorder.statistics else 1)]
+        by_group = columns[0]
         for group in clip_groups:
             if not group.has_norm:
                 continue
@@ -164,22 +207,20 @@ class StepRecord:
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        if self._whole is not None:
-            self._norms = [norm, *chain.from_iterable(_values_of(self._whole))]
+        if self._is_whole and self._clipped[0].recorded:
+            self._norms = [norm, *chain.from_iterable(_values_of(self._clipped[0]))]
             return
-        columns: list[Mapping[str, float | Tensor | None]] = [{}] * (
-            3 if self._recorder.statistics else 1
-        )
+        for group, names in zip(self._clipped, self._names, strict=True):
+            _add_columns_(columns, group, names)
         if self._named is not None:
-            columns = self._columns_of_named(self._named, grad_scale)
-        columns[0] = {**by_group, **columns[0]}
-        for name in self._again:
-            columns = [{**column, name: None} for column in columns]
+            found = self._columns_of_named(self._named, grad_scale)
+            for column, by_name in zip(columns, found, strict=True):
+                column.update(by_name)
         self._norms = [norm, *(column.get(name) for column in columns for name in self._order)]
 
     def _columns_of_named(
         self, named: NamedNorms, grad_scale: float | Tensor
-    ) -> list[Mapping[str, float | Tensor | None]]:
+    ) -> Sequence[Mapping[str, float | Tensor]]:
         """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
         group = self.clip_groups[0] if self.clip_groups else None
         measured = [] if group is None else group.recorded
@@ -187,7 +228,7 @@ class StepRecord:
             statistics: Sequence[Norms] = measured
             if group is None:
                 statistics = named.measure_statistics(grad_scale)
-            return [*named.statistics_by_name(statistics)]
+            return named.statistics_by_name(statistics)
         each = measured[0].norm_here() if measured else named.measure(2.0, grad_scale)
         if choose.host_decides(each.device):
             return [named.numbers_by_name(each.tolist(), 2.0)]
