@@ -316,7 +316,7 @@ def test_a_run_without_norms_to_draw_is_refused(tmp_path, norm):
 
 @pytest.mark.parametrize("name", ["run.pdf", "run", "run.csv"])
 def test_save_refuses_other_endings(tmp_path, name):
-    with pytest.raises(ValueError, match=r"ends in \.png or \.svg.*write run\.png"):
+    with pytest.raises(ValueError, match=r"ends in \.png or \.svg.*write \S*run\.png"):
         plot.save(tmp_path / name, run())
 
 

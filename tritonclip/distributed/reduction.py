@@ -33,7 +33,7 @@ from torch import distributed as dist
 from tritonclip.backends.operators import MOST_IN_FLOAT64
 from tritonclip.distributed.process_groups import Domain, all_reduce
 from tritonclip.distributed.shards import LocalShard, Sharding
-from tritonclip.rules.state import upload
+from tritonclip.modes import outside_inference
 
 
 class CachedIntegers:
@@ -48,7 +48,10 @@ class CachedIntegers:
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
         """The integers, 1-d."""
         if (device, dtype) not in self._on:
-            self._on[device, dtype] = upload(self.numbers, dtype, device)
+            # Copied before anything goes on, as other streams may read it; never an inference
+            # tensor, which belongs to one mode.
+            uploaded = outside_inference(torch.tensor)
+            self._on[device, dtype] = uploaded(self.numbers, dtype=dtype, device=device)
         return self._on[device, dtype]
 
 

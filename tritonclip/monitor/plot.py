@@ -69,7 +69,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(
             f"{path}: expected a name that ends in .png or .svg, got {path.suffix or 'no ending'}; "
-            f"write {path.stem}.png"
+            f"write {path.with_suffix('.png')}"
         )
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(

@@ -131,7 +131,6 @@ class Recorder:
         each: whether a ClippedOptimizer adds the norm of every parameter.
         statistics: whether it adds its largest magnitude and share of zeros, too.
         steps: the number of the last step, counted from 1 and through resumed runs.
-        names: of `norms`, fixed by the first step; None before.
     """
 
     # Whether it was closed because another one was made for its file.
@@ -179,7 +178,7 @@ class Recorder:
             file = HistoryFile(self.path, find=self._write is not False)
         self._rows = _RowWriter(file, every)
         self.steps: int = file.last_step
-        self.names: tuple[str, ...] | None = None
+        self._names: tuple[str, ...] | None = None
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
@@ -199,6 +198,11 @@ class Recorder:
         return self._write
 
     @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names of `norms`, fixed by the first step; None before."""
+        return self._names
+
+    @property
     def spike_score(self) -> float:
         """SpikeScore of the rows that this recorder wrote; see :func:`suggest_max_norm`.
 
@@ -212,7 +216,7 @@ class Recorder:
     def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
-        if names != self.names:
+        if names != self._names:
             self._check_names(names)
 
     def append_(self, row: list[Value]) -> None:
@@ -334,11 +338,11 @@ class Recorder:
         self.steps, self._rows.file.run = steps, run or self._rows.file.run
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if self.names is not None:
-            changed = sorted(set(names) ^ set(self.names)) or ["another order"]
+        if self._names is not None:
+            changed = sorted(set(names) ^ set(self._names)) or ["another order"]
             raise ValueError(
                 f"norms must have the same names at every step; at step {self.steps + 1} expected "
-                f"{len(self.names)} names, got {len(names)}; different: "
+                f"{len(self._names)} names, got {len(names)}; different: "
                 f"{join_names(changed, 4)}. Make a new recorder for other names"
             )
         for name in names:
@@ -351,7 +355,7 @@ class Recorder:
             )
         if self.writes:
             self._rows.file.begin(names, statistics=self.statistics)
-        self.names = names
+        self._names = names
 
     def _check_open(self) -> None:
         if self._is_replaced:

@@ -14,7 +14,7 @@ from tritonclip.engine.checks import (
     refuse_other_model,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
+from tritonclip.engine.memory import OverlapError, are_apart, find_overlap, memory_of
 from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups, label_of_member
 
@@ -98,7 +98,11 @@ def _refuse_shared(lists: Sequence[Gradients]) -> None:
     found = find_overlap([region for *_, region in there])
     if found is not None:
         first, second = (there[i][0].label(there[i][1]) for i in found)
-        raise overlap_error(first, second)
+        raise OverlapError(
+            f"the gradients of {first} and {second} overlap in memory, and have different rules; "
+            "put both into one parameter group with the same need_clip, or replace one of them by "
+            "grad.clone()"
+        )
 
 
 def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
