@@ -55,7 +55,7 @@ def advance(
         limit, after = advanced(rule, values[rows], norms)
         return limit, values.index_copy(0, rows, after)
     after = torch.empty_like(values) if rows is None else values.clone()
-    triton, (name, *names) = importlib.import_module("tritonclip.backends.triton"), rule.in_kernel
+    triton, (form, *names) = importlib.import_module("tritonclip.backends.triton"), rule.in_kernel
     numbers = [getattr(rule, name) for name in names]
     numbers += [0.0] * (3 - len(names)) + [getattr(rule, "max_norm", math.inf)]
     if each:
@@ -63,4 +63,4 @@ def advance(
     if parts is None:
         whole = norm()
         parts = Parts(whole, whole.dtype, math.inf, 1.0)
-    return triton.advance(name, numbers, values, after, *parts), after
+    return triton.advance(form, numbers, values, after, *parts), after
