@@ -561,7 +561,8 @@ def _on_length(trials: list[Trial], steps: int) -> str:
 
 def _on_smaller_steps(chosen: Candidate, optimizer: Any) -> str:
     rate = ""
-    if optimizer is not None and isinstance(lr := optimizer.param_groups[0].get("lr"), float):
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if is_sgd and isinstance(lr := optimizer.param_groups[0].get("lr"), float):
         rate = f", here {lr * chosen.scale:.2g},"
     return (
         f" It is below {chosen.clipped_share:.0%} of the norms, and acts as a smaller step of even "
