@@ -228,8 +228,10 @@ _REMEDIES = """\
 Not seen: calls under torch.compile; processes that the script itself starts, which
 torchrun -m tritonclip run starts in its place. Not reached: DeepSpeed, whose engine clips
 by "gradient_clipping" of its configuration; Megatron and apex; the method clip_grad_norm_
-of FSDP1, for which call tritonclip.clip_ with process_group=. Or clipping is turned off:
-look for max_grad_norm, gradient_clip_val or clip_grad in the script's settings."""
+of FSDP1, for which call tritonclip.clip_ with process_group=. Or the script calls tritonclip
+itself: give ClippedOptimizer a recorder, or add norms to one. Or clipping is turned off: look
+for max_grad_norm, gradient_clip_val or clip_grad in the script's settings, or clip by inf, which
+only measures: torch.nn.utils.clip_grad_norm_(parameters, float("inf")), after backward."""
 
 
 def _tensors_of(call: Call) -> list[Tensor] | None:

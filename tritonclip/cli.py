@@ -444,6 +444,9 @@ def find(chosen: argparse.Namespace) -> int:
         others |= {name: getattr(chosen, name) for name in ("limits", "steps", "seeds")}
         with _progress() as progress:
             found = tritonclip.find_max_norm(*arguments, **others, progress=progress)
+    except KeyboardInterrupt:
+        print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
+        return 130
     except Exception as error:
         return _fail(error)
     print(found)

@@ -508,15 +508,18 @@ def _reason(
     seeds, loss = f"{n} seed{'s' * (n > 1)}", "median loss" if n > 1 else "loss"
     if chosen is none:
         text = f"No limit helps: without one the {loss} is {of[none.clip]} over {seeds}, "
-        n_lower = sum(a < b for a, b in zip(best.losses, none.losses, strict=True))
+        # Step by step, as it was decided.
+        n_lower = sum(more > 0 for more in _excesses(last[none.clip], last[best.clip]))
         lowest = "the lowest on average." if n > 1 else "the lowest."
         text += lowest if best is none else f"and {of[best.clip]} with {best.name}, "
-        text += "" if best is none else f"lower in {n_lower}: no clear difference."
+        text += "" if best is none else f"clearly lower in {n_lower}, which may be chance."
     else:
         n_better = sum(a < b for a, b in zip(chosen.losses, none.losses, strict=True))
+        n_same = sum(a == b for a, b in zip(chosen.losses, none.losses, strict=True))
+        same = f", the same in {n_same}" if n_same else ""
         text = (
             f"Clip by {chosen.name}: the {loss} is {of[chosen.clip]}, and {of[none.clip]} without "
-            f"a limit; lower in {n_better} of {seeds}."
+            f"a limit; lower in {n_better} of {seeds}{same}."
         )
         if chosen.quartiles[1] >= none.quartiles[1]:
             means = [f"{_mean(last[one.clip]):.4g}" for one in (chosen, none)]
@@ -533,7 +536,8 @@ def _reason(
     elif len({*none.losses}) == 1 and math.isfinite(none.losses[0]):
         text += (
             " All seeds gave the same losses, so that they say nothing on how sure this is: draw "
-            "weights or batches from torch's random numbers."
+            "weights or batches from torch's random numbers, and pass a function that makes a "
+            "generator, not the generator, which gives its batches once."
         )
     return text
 

@@ -254,6 +254,11 @@ class Training:
             got = ", ".join(type(item).__name__ for item in items)
             raise TypeError(f"make: {_MAKE}; got {got}")
         _check_step(first)
+        if self._loss is not None:
+            raise TypeError(
+                "loss= is for a model and its optimizer, and make gave a step function, which "
+                "returns the loss itself; leave loss= out, and for held_out give (step, evaluate)"
+            )
         if self._held_out is not None:
             if second is None:
                 raise TypeError(

@@ -328,7 +328,7 @@ def test_drift_is_found(drift, spikes):
     assert (a > b > c) if drift < 1 else (a < b < c)
     if spikes:
         assert suggestion.verdict == "drift"
-        assert "Take a limit that follows the norm, such as ClipByQuantile." in suggestion.reason
+        assert f"such as ClipByQuantile(max_norm={suggestion.max_norm:g})." in suggestion.reason
         assert f"If the limit has to be fixed, take {suggestion.max_norm:g}" in suggestion.reason
     else:
         assert suggestion.verdict == "no outliers"

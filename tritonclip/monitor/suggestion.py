@@ -565,8 +565,9 @@ def _judge(norms: Tensor, trend: Trend, limit: float, *, learned: bool) -> tuple
         times = _listed(_short(limit / median) for median in trend.medians)
         shares = _listed(f"{_share(third, limit):.1%}" for third in norms.tensor_split(3))
         return "drift", (
-            f"{drift} Take a limit that follows the norm, such as ClipByQuantile. If the limit has "
-            f"to be fixed, take {limit:g}: it is {times} times these medians, and clips {shares} "
+            f"{drift} Take a limit that follows the norm under a bound, such as "
+            f"ClipByQuantile(max_norm={limit:g}). If the limit has to be fixed, take {limit:g}: it "
+            f"is {times} times these medians, and clips {shares} "
             "of the steps in these thirds."
         )
     why = (
