@@ -24,14 +24,6 @@ class OverlapError(ValueError):
     """Tensors overlap in memory, so that they cannot be written."""
 
 
-def overlap_error(first: str, second: str) -> OverlapError:
-    """The error for two gradients that overlap in memory."""
-    return OverlapError(
-        f"the gradients of {first} and {second} overlap in memory, so a part would be scaled "
-        "twice; replace one of them by grad.clone()"
-    )
-
-
 class Region(NamedTuple):
     """The bytes of a strided tensor.
 

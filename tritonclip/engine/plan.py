@@ -23,7 +23,6 @@ from tritonclip.engine.memory import (
     has_overlap,
     is_freed,
     memory_of,
-    overlap_error,
 )
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
 from tritonclip.modes import without_grad
@@ -190,9 +189,12 @@ def make_plan(
         shard = None if shards is None else shards[kept[index]]
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
-    found = find_overlap(regions)
-    if found is not None:
-        raise overlap_error(*(label_of(kept[i]) for i in found))
+    if found := find_overlap(regions):
+        first, second = (label_of(kept[i]) for i in found)
+        raise OverlapError(
+            f"the gradients of {first} and {second} overlap in memory, so a part would be scaled "
+            "twice; replace one of them by grad.clone()"
+        )
     n = len(readable)
     groups = []
     for (device, dtype, pairs, _), indices in members.items():
