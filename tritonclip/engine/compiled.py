@@ -169,39 +169,26 @@ def _items(parameters: object) -> list[tuple[str, Tensor]]:
     return [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
 
 
-def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, list[Tensor]]:
+def _collect(
+    items: Sequence[tuple[str, Tensor]], *, are_gradients: bool = False
+) -> tuple[list[Tensor], str, list[Tensor]]:
     """Gradients, each once, their names line by line ("" without any), and their parameters.
 
-    In traceable code.
+    In traceable code. Items are named parameters, or the gradients themselves.
     """
     grads: list[Tensor] = []
     names: list[str] = []
     owners: list[Tensor] = []
     # Tensors are hashed by identity.
     seen: set[Tensor] = set()
-    for name, parameter in items:
-        grad = parameter.grad
-        if grad is not None and needs_clip(parameter) and grad not in seen:
+    for name, item in items:
+        grad = item if are_gradients else item.grad
+        if grad is not None and grad not in seen and (are_gradients or needs_clip(item)):
             seen.add(grad)
             grads.append(grad)
             names.append(name)
-            owners.append(parameter)
+            owners.append(item)
     return grads, "\n".join(names) if any(names) else "", owners
-
-
-def _collect_tensors(tensors: object) -> tuple[list[Tensor], str]:
-    """Tensors that are gradients themselves, each once, and their names; in traceable code."""
-    items, label_of = tensors_in(tensors, "tensors[{}]".format)
-    refuse_parameters(items, label_of)
-    grads: list[Tensor] = []
-    names: list[str] = []
-    seen: set[Tensor] = set()
-    for index, tensor in enumerate(items):
-        if tensor not in seen:
-            seen.add(tensor)
-            grads.append(tensor)
-            names.append(label_of(index))
-    return grads, "\n".join(names)
 
 
 def _read_once(parameters: object) -> Any:
@@ -255,22 +242,20 @@ def clip_(
 ) -> Tensor | None:
     """The body of the functions that clip where it is traced; arguments as of `clip_gradients_`."""
     argument = _read_once(argument)
-    items: list[tuple[str, Tensor]] = []
-    owners: Sequence[Tensor] = ()
-    spread = False
     if are_gradients:
-        grads, names = _collect_tensors(argument)
+        tensors, label_of = tensors_in(argument, "tensors[{}]".format)
+        refuse_parameters(tensors, label_of)
+        items = [(label_of(i), tensor) for i, tensor in enumerate(tensors)]
     else:
         items = _items(argument)
-        grads, names, owners = _collect(items)
-        # Processes that have gradients of a DTensor wait for one that has none. No guard looks for
-        # the attribute of plain parameters, whose class is guarded anyway.
-        spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
+    grads, names, owners = _collect(items, are_gradients=are_gradients)
     if (
         (state is not None or process_group is not None or copies is not None)
         # `_read_rule` would not find it again: it changes, or is of a user's class.
         or not (rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule))
-        or spread
+        # Processes that have gradients of a DTensor wait for one that has none. No guard looks for
+        # the attribute of plain parameters, whose class is guarded anyway.
+        or any(type(item) not in WHOLE and hasattr(item, "_spec") for _, item in items)
         or _is_spread(grads)
     ):
         # Nothing was refused before: the call itself raises in all processes.
