@@ -194,8 +194,8 @@ def clip_per_example(
         weights = [weight.clamp(max=largest) for weight in weights]
     if reduce == "mean":
         weights = [weight / n for weight in weights]
-    weights = _for_each(weights, batches)
-    sums = [batch.weighted_sum(weight) for batch, weight in zip(batches, weights, strict=True)]
+    every = weights if per_layer else weights * len(batches)
+    sums = [batch.weighted_sum(weight) for batch, weight in zip(batches, every, strict=True)]
     measured = [x.to(dtype) for x in norms]
     norms_of_all = tree.rebuild(measured) if per_layer else measured[0]
     if add_to is None:
@@ -236,8 +236,8 @@ class _Batch:
             self.pages = self.pages.masked_fill(left_out[:, None], 0.0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over examples times their weights `[B]`, both in the dtype of arithmetic."""
-        pages, order = self.pages, self._order
+        """The sum over examples times their weights `[B]`, in the dtype of arithmetic."""
+        pages, order, weights = self.pages, self._order, weights.to(self.device, self.dtype)
         if not self.fast:
             total = (pages.to(self.dtype) * weights[:, None]).sum(0).view(self._shape)
         else:
@@ -337,15 +337,6 @@ def _weights_of(
         return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype)
     # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
     return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
-
-
-def _for_each(weights: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
-    """Weights for each batch, of its device and dtype, each converted once."""
-    targets = [(batch.device, batch.dtype) for batch in batches]
-    if len(weights) == len(targets):
-        return [weight.to(*target) for weight, target in zip(weights, targets, strict=True)]
-    weight_for = {target: weights[0].to(*target) for target in set(targets)}
-    return [weight_for[target] for target in targets]
 
 
 def _count_examples(tree: Tree) -> int:
@@ -451,22 +442,17 @@ def _totals_of(add_to: Any, tree: Tree, *, fast: bool) -> list[Tensor]:
 
 
 def _fault_of_total(total: Tensor, x: Tensor) -> str:
-    """Why a sum over `x` cannot be added to a tensor; "" where it can."""
+    """Why a sum over `x` cannot be added to a tensor, where PyTorch may say so after a write."""
     if total.shape != x.shape[1:] or total.device != x.device:
         return (
             f"has shape {tuple(total.shape)} on {total.device}; expected {tuple(x.shape[1:])} on "
             f"{x.device}, the shape and device of a gradient without its examples"
         )
-    if total.is_complex() != x.is_complex():
-        return f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex"
-    if total.dtype.itemsize == 1:
-        return f"has dtype {total.dtype}, to which PyTorch cannot add; expected float32"
-    if total.is_conj() or total.is_neg():
+    if total.is_complex() != x.is_complex() or total.dtype.itemsize == 1:
         return (
-            "is a conjugate or negative view; expected a tensor of its own: replace it by clone()"
+            f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex, "
+            "and none of float8"
         )
-    if total.requires_grad:
-        return "requires a gradient, so it cannot be written in place; expected a plain buffer"
     if total.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in inference mode; expected a tensor made outside of it"
     if has_overlap(total):
