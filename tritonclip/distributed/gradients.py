@@ -184,7 +184,7 @@ class ShardedGradients(Gradients):
     def _take(self, grads: Sequence[Tensor | None], views: Any = None) -> None:
         label_of = self.label_of_parameter
         self.sharding = sharding = known_sharding(self.wanted, grads, self._processes, label_of)
-        tensors, self.wrappers = local_tensors(grads, sharding)
+        tensors, self.wrappers = local_tensors(grads)
         self.absent = [self.wanted[i] for i in sharding.absent]
         self.plan = self.addresses = self.distinct = self.versions = None
         super().__init__(

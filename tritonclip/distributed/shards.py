@@ -10,7 +10,7 @@ gradients that are there.
     sharding = known_sharding(parameters, grads, processes, label)
     sharding.shards[i].weight    1 / the processes that hold this shard
     sharding.domain.groups       to be reduced over, one after the other
-    local_tensors(grads, sharding)[0]    plain tensors, which verbs read and write
+    local_tensors(grads)[0]              plain tensors, which verbs read and write
 
 A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
 met before is recognised by the identity of its specs.
@@ -22,9 +22,9 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -145,7 +145,6 @@ class Sharding:
         n_copies: the user's number of processes of each parameter.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
-        mixed: some gradients are plain.
     """
 
     domain: Domain
@@ -159,7 +158,6 @@ class Sharding:
     n_copies: tuple[int | None, ...]
     wide: bool
     one_list: bool
-    mixed: bool
 
 
 def sharding_of(
@@ -206,7 +204,6 @@ def sharding_of(
         n_copies=tuple(n_copies),
         wide=not WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
-        mixed=any(grad_specs[i] is None for i in positions),
     )
 
 
@@ -254,9 +251,6 @@ def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 CAPACITY = 32
-_NOBODY = Processes()
-# Attributes of a DTensor, read directly: `to_local` and `placements` call Python for each.
-_get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
 class _CachedSharding(NamedTuple):
@@ -270,16 +264,12 @@ class _CachedSharding(NamedTuple):
     meshes: tuple[Any, ...]
     sharding: Sharding
 
-    def has(self, specs: list[Any], grad_specs: list[Any]) -> bool:
-        """Whether these are its very specs."""
-        return all(map(is_, specs, self.specs)) and all(map(is_, grad_specs, self.grad_specs))
-
     def serves(self, specs: list[Any], grad_specs: list[Any], n_copies: list[int | None]) -> bool:
         """Whether a list of as many parameters is laid out alike."""
-        if n_copies != self.n_copies:
-            return False
-        return self.has(specs, grad_specs) or (
-            all(map(_alike, specs, self.specs)) and all(map(_alike, grad_specs, self.grad_specs))
+        return (
+            n_copies == self.n_copies
+            and all(map(_alike, specs, self.specs))
+            and all(map(_alike, grad_specs, self.grad_specs))
         )
 
 
@@ -303,50 +293,39 @@ def known_sharding(
     TypeError for a Partial gradient that is no sum, ValueError for meshes or groups that cannot be
     reduced over, and for a wrong number of copies.
     """
-    dtensor = dtensor_class()
-    try:
-        specs: list[Any] = list(map(_get_spec, parameters))
-    except AttributeError:
-        # Of plain parameters the dtype: a spec has it.
-        specs = [p._spec if isinstance(p, dtensor) else p.dtype for p in parameters]
-    try:
-        grad_specs: list[Any] = list(map(_get_spec, grads))
-    except AttributeError:
-        # False where there is no gradient, None where it is plain.
-        grad_specs = [
-            g._spec if isinstance(g, dtensor) else False if g is None else None for g in grads
-        ]
-    user = processes or _NOBODY
-    copies: Any = user.copies
-    if copies is None:
-        n_copies: list[int | None] = [None] * len(parameters)
-    else:
-        find = copies.get if isinstance(copies, Mapping) else copies
-        n_copies = [find(parameter) for parameter in parameters]
+    dtensor, user = dtensor_class(), processes or Processes()
+    # Of plain parameters the dtype, which a spec has. `_spec` needs no call, as `placements` does.
+    specs = [p._spec if isinstance(p, dtensor) else p.dtype for p in parameters]
+    # False where there is no gradient, None where it is plain.
+    grad_specs = [
+        g._spec if isinstance(g, dtensor) else False if g is None else None for g in grads
+    ]
+    copies = user.copies
+    find: Any = copies.get if isinstance(copies, Mapping) else copies or (lambda _: None)
+    n_copies = [find(parameter) for parameter in parameters]
     ends = [_placing_of(spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     cached = _cache.get(key)
-    if cached is None or not cached.serves(specs, grad_specs, n_copies):
-        sharding = sharding_of(specs, grad_specs, n_copies, user, label)
-    elif cached.has(specs, grad_specs):
-        return cached.sharding
-    else:
-        # Other specs, of the same content: from now on these are recognised at once.
+    if cached is not None and cached.serves(specs, grad_specs, n_copies):
         sharding = cached.sharding
-    _keep(key, _CachedSharding(specs, grad_specs, n_copies, user.group, user.meshes, sharding))
+    else:
+        sharding = sharding_of(specs, grad_specs, n_copies, user, label)
+    # Also where only the specs are others: from now on these are recognised at once.
+    _cache.pop(key, None)
+    _cache[key] = _CachedSharding(specs, grad_specs, n_copies, user.group, user.meshes, sharding)
+    while len(_cache) > CAPACITY:
+        # Another thread may have emptied it.
+        with suppress(KeyError):
+            _cache.popitem(last=False)
     return sharding
 
 
-def local_tensors(
-    grads: Sequence[Tensor | None], sharding: Sharding
-) -> tuple[list[Tensor], list[Tensor]]:
+def local_tensors(grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """The shards that lie here, and the DTensors around them, whose versions count too."""
     dtensor, there = dtensor_class(), [g for g in grads if g is not None]
-    if not sharding.mixed:
-        wrappers, tensors = there, list(map(_get_local, there))
-    else:
-        wrappers = [g for g in there if isinstance(g, dtensor)]
-        tensors = [_get_local(g) if isinstance(g, dtensor) else g for g in there]
+    wrappers = [g for g in there if isinstance(g, dtensor)]
+    # Not by `to_local`, a function of autograd.
+    tensors: list[Any] = [g._local_tensor if isinstance(g, dtensor) else g for g in there]
     if not PLAIN.issuperset(map(type, tensors)):
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
@@ -359,7 +338,7 @@ def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:
     Nothing is sent. The norm itself where no mesh has this process, as without DTensors.
     """
     for dtensor in dtensors:
-        mesh = mesh_of(_get_spec(dtensor))
+        mesh = dtensor.device_mesh  # type: ignore[attr-defined]
         if mesh.get_coordinate() is not None:
             from torch.distributed.tensor import DTensor, Replicate
 
@@ -379,14 +358,3 @@ def _alike(a: Any, b: Any) -> bool:
 def _placing_of(spec: Any) -> Any:
     """Placements, and shape and dtype of the whole: shards of other wholes may look alike here."""
     return spec if mesh_of(spec) is None else (spec.placements, spec.tensor_meta)
-
-
-def _keep(key: tuple[object, ...], cached: _CachedSharding) -> None:
-    _cache.pop(key, None)
-    _cache[key] = cached
-    while len(_cache) > CAPACITY:
-        try:
-            _cache.popitem(last=False)
-        except KeyError:
-            # Emptied by another thread.
-            break
