@@ -32,7 +32,7 @@ from tritonclip.engine.execute import checked_limit
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import WIDE
 from tritonclip.engine.verify import VerificationError, norm_of
-from tritonclip.rules import BoundRule, ClipState, Rule
+from tritonclip.rules import BoundRule, ClipState, Norm, Rule
 from tritonclip.rules.rule import Adaptive
 
 if TYPE_CHECKING:
@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 
 def agree(described: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
-    """Raises on every process where one has an error, or where they do not agree.
-
-    Every process of the domain calls this, and waits. What it `described` by a name should be the
-    same text in each of them; else ValueError says what differs, and which process has what.
-    """
+    """Raises on every process of a domain where one has an error, or describes a name otherwise."""
     message = None
     if error is not None:
         index = next((i for i, cls in enumerate(ERRORS) if isinstance(error, cls)), None)
@@ -78,23 +74,27 @@ def verify_replicas(
     nonfinite: str,
     state: ClipState | None,
 ) -> None:
-    """Under `verify()`, raises on every process where replicas are about to be clipped differently.
-
-    Before gradients are collected: an error of one process is no error of the others.
-    """
+    """Under `verify()`, raises on every process where replicas would be clipped differently."""
     if not settings.current().verifying:
         return
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    described = describe_call(rule, grad_scale, nonfinite, state)
+    described |= describe_parameters([p for _, p in named], lambda at: named[at][0])
+    agree(described, None, domain_of([], model.process_group))
+
+
+def describe_call(
+    rule: Rule | Norm, grad_scale: object, nonfinite: str, state: ClipState | None
+) -> dict[str, str]:
+    """What processes that share a norm have to agree on, by name."""
     # A tensor's text has its device, which differs.
     scale = grad_scale.tolist() if isinstance(grad_scale, Tensor) else grad_scale
-    described = {
-        "the rule": describe_rule(rule),
+    return {
+        "the rule": str(rule) if isinstance(rule, Norm) else describe_rule(rule),
         "the policy for NaN and inf": nonfinite,
         "the loss scale": f"{scale!r:.80}",
         "the state": "none" if state is None else describe_state(state.state_dict()),
     }
-    described |= describe_parameters([p for _, p in named], lambda at: named[at][0])
-    agree(described, None, domain_of([], model.process_group))
 
 
 def has_user_limit(rule: Rule) -> bool:
@@ -111,10 +111,7 @@ def limited(rule: Rule) -> BoundRule:
 
 
 def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
-    """Asks for limits of measured lists of one domain, before the first write.
-
-    Where one process has no valid limit, every process raises.
-    """
+    """Asks for limits before the first write; all raise where one process has no valid limit."""
     error: Exception | None = None
     for rule, norms in measured:
         try:
@@ -174,10 +171,7 @@ class _Entry(NamedTuple):
 
 
 class Replicas:
-    """The gradients of all processes of a domain, compared before their norms are reduced.
-
-    Every process makes one, and waits for the others; ValueError for copies that differ.
-    """
+    """The gradients of all processes of a domain, compared before their norms are reduced."""
 
     def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
         sharding = gradients.sharding
@@ -272,10 +266,7 @@ class Replicas:
 
 
 def _shards(gradients: ShardedGradients) -> list[tuple[int, tuple[int, ...], float, Tensor]]:
-    """Position, coordinates, weight and elements of the shards here, and of Partial ones the sums.
-
-    Every process of a sum calls this.
-    """
+    """Position, coordinates, weight and elements of the shards here, or of the sums of them."""
     sharding, shards = gradients.sharding, []
     local = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     anywhere = {pair for part in gather_objects(local, sharding.domain).values() for pair in part}

@@ -62,11 +62,10 @@ def collect(
     cache: PlanCache = plans,
     device: torch.device | None = None,
 ) -> Gradients:
-    """Collects the gradients of tensors, a module, or named parameters, with their plan.
+    """Collects the gradients of tensors, a module, or named parameters; raises as `Gradients`.
 
     `processes` hold the list between them where no DTensor says so. `device` is that of results
-    where there is no parameter. Raises as :class:`Gradients`, and TypeError for an argument of
-    another kind, unless other processes wait for the norms of the list.
+    where there is no parameter.
     """
     sources = parameters if type(parameters) is list else as_list(parameters)
     if processes is not None or not PLAIN.issuperset(map(type, sources)):
@@ -100,10 +99,7 @@ def collect_tensors(
     *,
     writes: bool = False,
 ) -> Gradients:
-    """Collects gradients that are the tensors themselves, None left out; raises as `collect`.
-
-    For a call that `writes`, tensors that require grad raise TypeError.
-    """
+    """As `collect`, of tensors that are gradients; one that `writes` refuses parameters."""
     items, label_of = tensors_in(tensors, label_of)
     plain = _PLAIN_TENSOR.issuperset(map(type, items))
     if writes and not (plain and True not in map(_get_requires_grad, items)):
@@ -136,28 +132,16 @@ def collect_all(
 class ShardedGradients(Gradients):
     """The gradients of one call of which other processes may have other shards.
 
-    Args:
-        parameters: all that are to be clipped, with and without a gradient.
-        grads: of each parameter, or None.
-        label_of_parameter: names the i-th of these parameters.
-        processes: the user's group and copies; None without.
-        device: of the first parameter; the others as for :class:`Gradients`.
-
-    Attributes:
-        tensors: of DTensors the local shards.
-        wrappers: DTensors around the tensors, whose versions count too.
-        absent: parameters without a gradient.
-        error: why this process rejects its gradients, which it then dropped.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as :class:`Gradients`, where no other process waits;
-            meshes or groups that no process can reduce over.
+    `tensors` are local shards. Where other processes wait, a process that rejects its gradients
+    drops them and keeps its `error`; elsewhere it raises as :class:`Gradients`.
     """
 
     sharding: Sharding
+    # All parameters that are to be clipped, and those of them without a gradient.
     wanted: Sequence[Tensor]
-    wrappers: Sequence[Tensor]
     absent: Sequence[Tensor]
+    # DTensors around the tensors, whose versions count too.
+    wrappers: Sequence[Tensor]
 
     def __init__(
         self,
@@ -230,10 +214,7 @@ class ShardedGradients(Gradients):
         )
 
     def reject_(self, error: Exception) -> None:
-        """Drops all gradients, so that this process can take part and the others learn why.
-
-        Raising at once would leave them waiting; it does so where nobody waits.
-        """
+        """Drops all gradients, so that others that wait learn why; raises where nobody waits."""
         if self.error is not None:
             # Dropped already; the others get the first error.
             return
@@ -288,16 +269,11 @@ class ShardedGradients(Gradients):
         """As of :class:`Gradients`; every process of the list waits."""
         if not self._is_reduced:
             return
-        described = {
-            "the call": call,
-            "the rule": str(rule) if isinstance(rule, Norm) else agreement.describe_rule(rule),
-            "the policy for NaN and inf": nonfinite,
-            "the loss scale": repr(float(grad_scale)),
-        }
+        state = rule.state if isinstance(rule, BoundRule) else None
+        described = {"the call": call}
+        described |= agreement.describe_call(rule, float(grad_scale), nonfinite, state)
         if total_norm is not None:
             described["the total norm"] = repr(float(total_norm))
-        if isinstance(rule, BoundRule):
-            described["the state"] = agreement.describe_state(rule.state.state_dict())
         # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
         each = rule.each if isinstance(rule, Norm) else rule.per_gradient
         if self.sharding.one_list and (self.sources is not None or each):
@@ -310,10 +286,8 @@ class ShardedGradients(Gradients):
         return self.plan is not None and self.plan.reduction is not None
 
     def awaits(self, norm: Norm) -> bool:
-        """Whether other processes wait for a norm of this list, also where it was rejected.
-
-        Not where they find the same error in their parameters.
-        """
+        """Whether other processes wait for a norm of this list, also where it was rejected."""
+        # Else they find the same error in their parameters.
         return self._is_reduced and (self.sharding.one_list or not norm.each)
 
     def exchange(self, norm: Norm, grad_scale: float | Tensor) -> Exchange[ReducedNorms]:

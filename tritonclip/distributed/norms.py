@@ -45,13 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReducedNorms(Norms):
-    """The norms of gradients whose shards lie over several processes.
+    """The norms of gradients whose shards lie over several processes."""
 
-    Attributes:
-        reduced: the norm of all gradients, or with `per_gradient` of each parameter's; float64,
-            1-d.
-    """
-
+    # The norm of all gradients, or with `per_gradient` of each parameter's; float64, 1-d.
     reduced: Tensor
     is_checked: ClassVar[bool] = True
 
@@ -67,10 +63,7 @@ class ReducedNorms(Norms):
         """None: a state has the same bits in processes without gradients."""
 
     def in_order(self, results: list[Tensor]) -> Tensor:
-        """The norm of each gradient here.
-
-        A shard without elements has nothing that a backend could scale by the norm.
-        """
+        """The norm of each gradient here."""
         return self.norm_here()
 
     @property
@@ -99,10 +92,7 @@ class ReducedNorms(Norms):
 def exchange(
     gradients: ShardedGradients, norm: Norm, grad_scale: float | Tensor
 ) -> Exchange[ReducedNorms]:
-    """Measures shards, and reduces their norms: by one all-reduce in the usual case.
-
-    The caller raises the error of a rejected list.
-    """
+    """Measures shards and reduces their norms; the caller raises the error of a rejected list."""
     norm_type, per_gradient, rule = norm
     if rule is not None and rule.per_unit:
         return (yield from _exchange_of_units(gradients, rule, grad_scale))
@@ -152,10 +142,7 @@ def exchange(
 def _exchange_of_units(
     gradients: ShardedGradients, rule: Rule, grad_scale: float | Tensor
 ) -> Exchange[ReducedNorms]:
-    """As `exchange`, of whole units: one all-reduce serves norms of gradients and of weights.
-
-    Slices along the first dimension are whole here; a gradient that is one unit may not be.
-    """
+    """As `exchange`, of units: one all-reduce serves norms of gradients and of weights."""
     try:
         batches = batches_of(gradients, rule)
     except ERRORS as error:
@@ -208,10 +195,7 @@ def _reduced_norm(
     each: bool,
     sums: Sums | None = None,
 ) -> Exchange[Tensor]:
-    """Runs a reduction of norms, which a process may enter with a rejected list.
-
-    Raises the error of the process that rejects its gradients.
-    """
+    """Runs a reduction of norms; raises the error of a process that entered a rejected list."""
     plan, rejected = gradients.plan, gradients.error is not None
     assert plan is not None
     norm = NormReduction(reduction, norm_type, plan.device, gradients.device, each, sums, rejected)

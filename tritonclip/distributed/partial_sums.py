@@ -26,14 +26,7 @@ from tritonclip.engine.norms import moduli_of
 
 
 class PartialSum(NamedTuple):
-    """A term of a gradient's sum, or the sum of all of them.
-
-    Attributes:
-        position: of the parameter.
-        tensor: real.
-        pairs: it is complex, read as pairs.
-        shard: says over which groups to sum.
-    """
+    """A term of a gradient's sum, or the sum: real, or with `pairs` complex numbers as pairs."""
 
     position: int
     tensor: Tensor
@@ -44,10 +37,7 @@ class PartialSum(NamedTuple):
 def zeros_for(
     absent: Sequence[Tensor], sharding: Sharding, flags: Sequence[float]
 ) -> list[PartialSum]:
-    """The terms of the `absent` parameters, without a gradient here, of which others have one.
-
-    `flags` are of all processes, for each of the sharding's copied dimensions.
-    """
+    """The terms of `absent` parameters that others have gradients of, by the flags of everyone."""
     parameters = dict(zip(sharding.absent, absent, strict=True))
     sums: dict[int, list[int]] = {}
     for (at, dim), flag in zip(sharding.copied, flags, strict=True):
@@ -64,10 +54,7 @@ def zeros_for(
 
 
 def sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]:
-    """The sums, or means, in new memory: by one all-reduce for each dtype and mesh dimension.
-
-    Terms are of the same parameters in every process; real, of one device for each dtype.
-    """
+    """The sums, or means, in new memory: by one all-reduce for each dtype and mesh dimension."""
     alike: dict[tuple[object, ...], list[PartialSum]] = {}
     for term in sorted(terms, key=lambda term: term.position):
         key = term.shard.sums_over, term.tensor.dtype, term.tensor.device
@@ -90,10 +77,7 @@ def sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]
 def norms_of(
     tensors: list[Tensor], batch: Batch | None, norm_type: float, *, pairs: bool, each: bool
 ) -> Tensor:
-    """Partial norms of gradients of one device and dtype, not empty, or, with `each`, their norms.
-
-    `batch` has them, where there is one. With `pairs` they are complex, read as pairs.
-    """
+    """Partial norms of like gradients, which a batch may have, or, with `each`, their norms."""
     if pairs and norm_type != 2.0:
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None
     if batch is None:

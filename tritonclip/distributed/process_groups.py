@@ -30,38 +30,29 @@ Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 
 class Processes(NamedTuple):
-    """The processes that hold a list, as far as none of its DTensors names them.
+    """The processes that hold a list, as far as none of its DTensors names them."""
 
-    Attributes:
-        group: those that hold the gradients between them: a ProcessGroup or a DeviceMesh; None for
-            those of the DTensors' meshes.
-        copies: how many processes hold a parameter's shard; None to go by its placements.
-        meshes: of other lists that are clipped in the same step, so that one step has one domain.
-    """
-
+    # A ProcessGroup or a DeviceMesh; None for the processes of the DTensors' meshes.
     group: Any = None
+    # How many processes hold a parameter's shard; None to go by its placements.
     copies: Copies | None = None
+    # Of other lists that are clipped in the same step, so that one step has one domain.
     meshes: tuple[DeviceMesh, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
-    """Processes to reduce over.
+    """Processes to reduce over."""
 
-    Attributes:
-        groups: reduced over one after the other; they meet in this process only.
-        size: the number of processes that they reach.
-        inner: those in the meshes of the list.
-        mesh_groups: those that reach the meshes of the list; the first of `groups`, or, where the
-            user's group holds the meshes, none of them.
-        uncovered: why shards of the list may lie outside; "" where they do not.
-        carriers: for each group and type of device, the device that its numbers travel on.
-    """
-
+    # Reduced over one after the other; they meet in this process only.
     groups: tuple[ProcessGroup, ...]
+    # The number of processes that they reach, and of those in the meshes of the list.
     size: int
     inner: int
+    # Those that reach the meshes: the first of `groups`, or, where the user's group holds the
+    # meshes, none of them.
     mesh_groups: tuple[ProcessGroup, ...] = ()
+    # Why shards of the list may lie outside; "" where they do not.
     uncovered: str = ""
     carriers: dict[tuple[ProcessGroup, str], torch.device | None] = field(default_factory=dict)
 
@@ -110,10 +101,7 @@ def check_processes(process_group: object, copies: object) -> Processes | None:
 
 
 def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
-    """The processes to reduce over: for the meshes of parameters, in order, and the user's group.
-
-    ValueError for meshes that overlap in part, and for a group that cuts through them.
-    """
+    """The processes to reduce over, for the meshes of parameters, in order, and a user's group."""
     from torch.distributed.device_mesh import DeviceMesh
 
     here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
@@ -223,10 +211,7 @@ def all_reduce(
 
 
 def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | Tensor:
-    """The mean of a number over all processes, the same bits in each; all of them call this.
-
-    On `device`, 0-d in the widest dtype there; without one a number, for which the host waits.
-    """
+    """The mean of a number over all processes, which all call this: on a device, or a number."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
         sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()

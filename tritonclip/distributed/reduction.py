@@ -83,22 +83,15 @@ T = TypeVar("T")
 
 
 class Request(NamedTuple):
-    """Numbers to be reduced.
-
-    Attributes:
-        numbers: of this process; float64.
-        groups: reduced over one after the other.
-        domain: that they are of.
-        device: that they travel from: of the first parameter, because gradients may be missing.
-        largest: the largest number is asked for, not the sum.
-        early: the exchange may ask again.
-    """
+    """Numbers of this process, float64, to be added up over groups, or compared."""
 
     numbers: Tensor
     groups: Sequence[dist.ProcessGroup]
     domain: Domain
+    # They travel from that of the first parameter, because gradients may be missing.
     device: torch.device
     largest: bool
+    # The exchange may ask again.
     early: bool = False
 
     def is_like(self, other: Request) -> bool:
@@ -114,10 +107,7 @@ Exchange = Generator[Request, Tensor, T]
 
 
 def run_exchanges(exchanges: Sequence[Exchange[T]]) -> list[T]:
-    """Runs exchanges to their ends, and returns their results in order.
-
-    Raises the error of the first one that fails; the others are given up.
-    """
+    """The results of exchanges, in order; the error of the first that fails ends them all."""
     results: dict[int, T] = {}
     waiting: dict[int, Request] = {}
     answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
@@ -141,10 +131,7 @@ def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
 
 
 def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
-    """The numbers of like requests after their collective, shaped and placed as before.
-
-    A single request's may be overwritten.
-    """
+    """The numbers of like requests after their collective, shaped and placed as before."""
     first, *others = requests
     sent = [request.numbers for request in requests]
     flat = sent[0] if not others else torch.cat([n.reshape(-1).to(first.device) for n in sent])
@@ -159,14 +146,7 @@ Sums = Callable[[Tensor], list[MeasuredShards]]
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """How the shards of a list lie, for reductions of their norms; kept by a plan.
-
-    Attributes:
-        sharding: of the list.
-        shard_groups: of the plan's groups.
-        positions: of all gradients of the plan.
-        flags: which of the sharding's copied dimensions a gradient here is Partial along.
-    """
+    """How the shards of a plan's groups and gradients lie; `flags` are `sharding.is_partial`."""
 
     sharding: Sharding
     shard_groups: Sequence[ShardGroup]
@@ -180,25 +160,17 @@ class Rejected(Exception):
 
 @dataclass(slots=True)
 class NormReduction:
-    """One reduction of the norm of all gradients, or of each.
-
-    Attributes:
-        reduction: of the plan.
-        norm_type: p of the p-norm.
-        device: of the norm.
-        home: of the first parameter, from which numbers travel.
-        each: the norm of each parameter's gradient.
-        sums: measures Partial gradients; None where there can be none.
-        rejected: this process rejects its gradients, and measured none. On a CPU every process then
-            raises `Rejected`, elsewhere the norm is NaN.
-    """
+    """One reduction of the norm of all gradients, or of each."""
 
     reduction: Reduction
     norm_type: float
+    # Of the norm, and of the first parameter, from which numbers travel.
     device: torch.device
     home: torch.device
     each: bool
+    # None where no gradient can be Partial.
     sums: Sums | None
+    # This process measured no gradients. On a CPU all then raise `Rejected`, else the norm is NaN.
     rejected: bool
 
     @property
@@ -215,11 +187,7 @@ class NormReduction:
         return self._sharding.n_parameters if self.each else 1
 
     def run(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
-        """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
-
-        `measured` has partial norms of gradients that are not Partial, or with `each` their norms;
-        float64.
-        """
+        """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one."""
         measured = [(n.reshape(-1).to(self.device), group) for n, group in measured]
         if math.isinf(self.norm_type):
             return (yield from self._extreme(measured))
@@ -311,14 +279,11 @@ class NormReduction:
         largest: bool,
         early: bool = False,
     ) -> Exchange[tuple[Tensor, Sequence[MeasuredShards]]]:
-        """Rows of all processes, and the norms of this one, with those of Partial sums.
-
-        The first collective carries flags, where gradients may be Partial, and the others go by
-        them. `early` where the caller asks for more.
-        """
+        """Rows of all processes, and the norms of this one, with those of Partial sums."""
         domain, rows = self._sharding.domain, self._marked(rows_of(measured), largest=largest)
         groups = domain.groups
         if self.sums is not None:
+            # The first collective carries flags, and the others go by them.
             flags = self.reduction.flags.on(self.device, torch.float64)
             sent = flags.clone()
             if domain.by_mesh_first:
@@ -362,11 +327,9 @@ class NormReduction:
         return (yield Request(sent, groups, self._sharding.domain, self.home, largest, early))
 
     def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
-        """Rows that say whether this process rejects its gradients: by a flag, or a row of sums.
-
-        No other number would do for sums, where inf and NaN of another process hide it.
-        """
+        """Rows that say whether this process rejects its gradients."""
         if not largest:
+            # In a row of its own, which no inf or NaN of another process hides.
             return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.rejected))])
         if self.rejected and rows.numel():
             rows[:, 1] = REJECTED

@@ -40,15 +40,11 @@ _LINEAR = ("sum", "avg")
 
 
 class LocalShard(NamedTuple):
-    """The shard of a gradient that a process holds.
+    """The shard of a gradient that a process holds."""
 
-    Attributes:
-        weight: 1 / the processes of the domain that hold this very shard; 0: counted elsewhere.
-        sums_over: groups whose shards are terms of a sum.
-        divisor: of that sum, to make it a mean.
-    """
-
+    # 1 / the processes of the domain that hold this very shard; 0: counted elsewhere.
     weight: float
+    # Groups whose shards are terms of a sum, and the divisor that makes it a mean.
     sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
 
@@ -67,17 +63,14 @@ def shard_of_spec(
     placements: Sequence[Any] | None = None,
     mesh: Any = None,
 ) -> LocalShard:
-    """The local shard of a gradient with a spec, or of a plain one, of which there are `copies`.
-
-    `placements` take the place of those of the spec. `mesh` is the parameter's: of meshes that are
-    equal but not one, each has its own groups, and a process without the gradient knows those of
-    the parameter.
-    """
+    """The shard of a gradient with a spec, or other placements, or of a plain one with `copies`."""
     if spec is None:
         return LocalShard(_weight(copies, 1, domain))
     if spec.mesh.get_coordinate() is None:
         # A shard without elements, on a mesh of other processes.
         return LocalShard(0.0)
+    # Equal meshes may have groups of their own: a process without the gradient knows those of the
+    # parameter's.
     mesh = mesh if mesh == spec.mesh else spec.mesh
     n_shards, sums_over, divisor = 1, [], 1
     for dim, placement in enumerate(spec.placements if placements is None else placements):
@@ -130,33 +123,24 @@ def _weight(copies: int | None, n_shards: int, domain: Domain) -> float:
 
 @dataclass(slots=True, eq=False)
 class Sharding:
-    """All that is known of a list over processes, but for its local shards.
-
-    Attributes:
-        domain: the processes to reduce over.
-        shards: of the gradients that are there, in order.
-        where: the mesh coordinates of each shard; other shards of its gradient have others.
-        positions: theirs among the parameters.
-        n_parameters: with and without a gradient.
-        absent: the parameters without one, by position.
-        copied: dimensions of meshes that parameters are copied along, of which a gradient may be
-            Partial: (position, dimension).
-        is_partial: along which of these dimensions a gradient here is Partial.
-        n_copies: the user's number of processes of each parameter.
-        wide: a parameter is float64.
-        one_list: every process of the domain has the same parameters, in the same order.
-    """
+    """All that is known of a list over processes, but for its local shards."""
 
     domain: Domain
+    # Of the gradients that are there; mesh coordinates tell shards of one gradient from each other.
     shards: tuple[LocalShard, ...]
     where: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
     n_parameters: int
+    # Positions of the parameters without a gradient.
     absent: tuple[int, ...]
+    # Position and mesh dimension where a gradient may be Partial: its parameter is copied along it.
     copied: tuple[tuple[int, int], ...]
     is_partial: tuple[bool, ...]
+    # The user's number of processes of each parameter.
     n_copies: tuple[int | None, ...]
+    # A parameter is float64.
     wide: bool
+    # Every process of the domain has the same parameters, in the same order.
     one_list: bool
 
 
@@ -210,10 +194,7 @@ def sharding_of(
 def shard_of(
     parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()
 ) -> LocalShard:
-    """The local shard of a gradient that is placed as its parameter is, which has none here.
-
-    Along the dimensions `sums` of the mesh, the gradient is Partial.
-    """
+    """The shard of a missing gradient: placed as its parameter, but Partial along `sums`."""
     from torch.distributed.tensor import Partial
 
     spec, placements = getattr(parameter, "_spec", None), None
@@ -288,11 +269,7 @@ def known_sharding(
     processes: Processes | None,
     label: Callable[[int], str],
 ) -> Sharding:
-    """How gradients lie, one or None for each parameter; plain ones count as they are.
-
-    TypeError for a Partial gradient that is no sum, ValueError for meshes or groups that cannot be
-    reduced over, and for a wrong number of copies.
-    """
+    """How gradients lie, one or None for each parameter; plain ones count as they are."""
     dtensor, user = dtensor_class(), processes or Processes()
     # Of plain parameters the dtype, which a spec has. `_spec` needs no call, as `placements` does.
     specs = [p._spec if isinstance(p, dtensor) else p.dtype for p in parameters]
@@ -333,10 +310,7 @@ def local_tensors(grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Te
 
 
 def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:
-    """The norm of DTensors as a DTensor, as torch returns it, on the mesh of the first of them.
-
-    Nothing is sent. The norm itself where no mesh has this process, as without DTensors.
-    """
+    """The norm of DTensors as torch returns it: a DTensor on the first mesh with this process."""
     for dtensor in dtensors:
         mesh = dtensor.device_mesh  # type: ignore[attr-defined]
         if mesh.get_coordinate() is not None:
@@ -356,5 +330,5 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _placing_of(spec: Any) -> Any:
-    """Placements, and shape and dtype of the whole: shards of other wholes may look alike here."""
+    # With the shape of the whole: shards of other wholes may look alike here.
     return spec if mesh_of(spec) is None else (spec.placements, spec.tensor_meta)
