@@ -6,7 +6,6 @@ where there is no address, as inside torch.func and torch.compile, and where the
 differentiated.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import REMEDY, check_policy
 from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.plan_cache import PlanCache
+from tritonclip.functional.by_value import clamped
 from tritonclip.functional.coefficients import filled
 from tritonclip.functional.formulas import coefficient_of, norm_of
 from tritonclip.hints import explained
@@ -202,11 +202,7 @@ class _Compiled(torch.autograd.Function):
 
 
 def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
-    """The rule of a user of the function `name`.
-
-    TypeError for anything that is no rule for a single gradient, ValueError for a limit that is a
-    function of the step.
-    """
+    """The rule of a user of the function `name`; raises for one of several gradients or steps."""
     # Not a subclass, whose limit would not be asked for.
     if type(rule) is ClipByNorm or type(rule) is ClipByValue:
         if not rule.fixed:
@@ -233,11 +229,11 @@ def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Ten
     """A gradient after clipping, as a new tensor; with nonfinite="error" the host waits."""
     if not grad.numel():
         return grad
-    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     if isinstance(rule, ClipByValue):
-        norm, result = grad, _clamped(wide, rule, torch.finfo(grad.dtype).max).to(grad.dtype)
+        norm, result = grad, clamped(grad, *rule.interval())
     else:
         norm = norm_of(grad, rule.norm_type).to(result_dtype([grad]))
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         result = (wide * _coefficient(norm, rule)).to(grad.dtype)
     if nonfinite == "propagate":
         return result
@@ -249,17 +245,6 @@ def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Ten
             )
         return result
     return torch.where(finite, result, torch.zeros_like(result))
-
-
-def _clamped(grad: Tensor, rule: ClipByValue, largest: float) -> Tensor:
-    """The gradient within its bounds; a finite bound is at most the largest number of a dtype."""
-    low, high = (
-        bound if abs(bound) == math.inf else min(max(bound, -largest), largest)
-        for bound in rule.interval()
-    )
-    if is_traced():
-        return grad.clamp(*(filled(bound, grad.dtype, grad.device) for bound in (low, high)))
-    return grad.clamp(low, high)
 
 
 def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:

@@ -172,11 +172,7 @@ class FlatGradients:
         """The gradients with their plan, after a check in constant time; all under `verify()`.
 
         With `per_gradient`, each is measured; with `weights`, the parameters will be read too.
-
-        Raises:
-            RuntimeError: a gradient that is no view any more, unless other processes wait for the
-                norms; make_fx and FakeTensorMode.
-            ValueError: `copies`, because buffers hold many parameters.
+        Where other processes wait for norms, a list with a gradient that is no view is rejected.
         """
         if n_dispatch_modes() or is_pre_dispatch():
             refuse_tracer()

@@ -31,12 +31,7 @@ class Slot:
 
 
 class Views(Sequence[Tensor]):
-    """The gradients, each a view that is made when it is read.
-
-    Attributes:
-        buffers: one for each device and dtype.
-        slots: one for each gradient, in order.
-    """
+    """The gradients, each a view of a buffer that is made when it is read."""
 
     def __init__(self, buffers: tuple[Tensor, ...], slots: Sequence[Slot]) -> None:
         self.buffers, self.slots = buffers, slots

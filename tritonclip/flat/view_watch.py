@@ -20,10 +20,7 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class ViewWatch:
-    """Looks for views that are gone or were replaced, and for parameters left out that are trained.
-
-    All parameters `named` have their views, in order, as gradients.
-    """
+    """Looks for views that were replaced, and for parameters left out that are trained."""
 
     def __init__(self, named: Named, left_out: Named, views: Views) -> None:
         self._named, self._left_out, self._views = named, left_out, views
@@ -49,8 +46,7 @@ class ViewWatch:
     def check_some(self) -> bool:
         """Counts the views, and compares some addresses, others at every call.
 
-        False if memory moved with all its views, as `share_memory()` moves it. Raises as
-        `check_all`, except for parameters that were frozen later.
+        False if memory moved with all its views, as `share_memory()` moves it.
         """
         n, n_left_out = len(self._named), len(self._left_out)
         first, self._turn = self._turn * _COMPARED, self._turn + 1
@@ -83,11 +79,7 @@ class ViewWatch:
             zero_gradient_(parameter)
 
     def check_all(self) -> None:
-        """Compares the gradient of every parameter with its view.
-
-        RuntimeError names the parameters whose gradient is no longer a view; that were frozen or
-        got `need_clip = False` later, or lost it.
-        """
+        """Compares the gradient of every parameter with its view; finds what was frozen since."""
         self._check_views()
         self._refuse_all_but(is_wanted)
         _refuse_wanted(self._left_out)

@@ -117,12 +117,11 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
         max_norm: the largest average norm, 0 or more: a number or a one-element tensor.
 
     Returns:
-        The same structure with new tensors, which share no memory with `x`, in its dtypes. NaN,
-        inf and derivatives are as those of :func:`clip_by_norm`.
+        The same structure with new tensors, in its dtypes. NaN, inf and derivatives are as those of
+        :func:`clip_by_norm`.
 
     Raises:
-        TypeError: a leaf that is no plain floating-point or complex tensor.
-        ValueError: a limit that is negative or NaN, or has several elements.
+        TypeError, ValueError: as :func:`clip_by_norm`.
 
     References:
         TensorFlow, `tf.compat.v1.clip_by_average_norm`.
@@ -153,12 +152,11 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         max_rms: the largest root mean square, 0 or more: a number or a one-element tensor.
 
     Returns:
-        The same structure with new tensors, which share no memory with `x`, in its dtypes. NaN,
-        inf and derivatives are as those of :func:`clip_by_norm`.
+        The same structure with new tensors, in its dtypes. NaN, inf and derivatives are as those of
+        :func:`clip_by_norm`.
 
     Raises:
-        TypeError: a leaf that is no plain floating-point or complex tensor.
-        ValueError: a limit that is negative or NaN, or has several elements.
+        TypeError, ValueError: as :func:`clip_by_norm`.
 
     References:
         optax, `clip_by_block_rms`; Shazeer, Stern, `Adafactor: Adaptive Learning Rates with

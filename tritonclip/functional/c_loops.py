@@ -1,7 +1,8 @@
 """Out-of-place clipping by the loops in C, of plain tensors that need no derivative.
 
-One call reads all leaves, makes new tensors and writes to them. It leaves other lists to the other
-ways: tensors off the CPU, of other dtypes, with gaps between elements, or in derivatives.
+One call reads all leaves, a tensor or a list of tensors and None, makes new tensors and writes to
+them. It returns None for what it leaves to others: tensors off the CPU, of other dtypes, with gaps
+between elements, or in derivatives; limits that are no numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ _PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def introduce(exchange: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)) -> None:
-    """Tells the loops of PyTorch.
-
-    By DLPack's functions for C, `exchange`, a tensor takes 0.1 us to read; by its attributes 0.3.
-    """
+    """Tells the loops of PyTorch, which DLPack's functions for C, `exchange`, read fastest."""
     loops.register_torch(
         Tensor,
         Parameter,
@@ -55,7 +53,7 @@ def serve() -> bool:
 
 
 def clamped(leaves: Any, low: object, high: object) -> Any:
-    """New tensors within bounds, numbers or None; None as for `clipped`."""
+    """New tensors within bounds, numbers or None."""
     return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
 
 
@@ -65,31 +63,22 @@ def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
 
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
-    """New tensors, scaled to a limit of the norm of all, and that norm, or the one that is given.
-
-    None where the loops cannot serve the leaves, a tensor or a list of tensors and None, or where
-    the limit is no number.
-    """
+    """New tensors, scaled to a limit of the norm of all, and that norm, or the one given."""
     return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
 
 
 def clipped_each(
     leaves: Any, limit: object, norm_type: object = 2.0, power: float = 0.0
 ) -> tuple[Any, list[float]] | None:
-    """New tensors, each scaled to a limit of its norm, and the norms; None as for `clipped`.
-
-    The limit is of norms divided by the number of elements to a power of 0, 0.5 or 1: a number, or
-    a checked one for each.
-    """
+    """New tensors, each scaled to a limit of its norm over numel**power, and the norms."""
+    # The power is 0, 0.5 or 1. Several limits are checked already.
     if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
         return None
-    pair: tuple[Any, list[float]] | None
-    pair = loops.clipped_each(leaves, torch.empty_like, limit, norm_type, power)
-    return pair
+    return loops.clipped_each(leaves, torch.empty_like, limit, norm_type, power)  # type: ignore[no-any-return]
 
 
 def norm_of(leaves: Any) -> Tensor | None:
-    """The norm of all tensors; None as for `clipped`, and where one is not contiguous."""
+    """The norm of all tensors; None also where one is not contiguous."""
     return loops.measured(leaves, torch.empty_like) if serve() else None
 
 
@@ -99,10 +88,7 @@ def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
 
 
 def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
-    """The 2-norm of each row, float64[n_tensors, n_rows]; None where the loops cannot serve.
-
-    All tensors, of which there is one at least, have as many rows.
-    """
+    """The 2-norm of each row of tensors with as many rows, float64[n_tensors, n_rows]."""
     dtype, n = tensors[0].dtype, len(tensors[0])
     if not serve() or dtype not in CODES:
         return None
@@ -124,7 +110,7 @@ def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
 
 
 def scaled(leaves: Any, factors: float | list[float]) -> Any:
-    """New tensors, all times one factor, or each times its own; None as for `clipped`."""
+    """New tensors, all times one factor, or each times its own."""
     return loops.scaled(leaves, torch.empty_like, factors) if serve() else None
 
 
@@ -134,7 +120,7 @@ def are_moderate(factors: list[float]) -> bool:
 
 
 def dots(tensors: list[Tensor], others: list[Tensor]) -> list[float] | None:
-    """The inner product of each tensor with another; None as for `clipped`."""
+    """The inner product of each tensor with another."""
     return loops.dots(tensors, others) if serve() else None
 
 
@@ -145,7 +131,5 @@ def combined(
     other_factors: float | list[float],
 ) -> list[Tensor] | None:
     """Sums of each tensor and another, times their factors; None as for `clipped`."""
-    sums: list[Tensor] | None = None
-    if serve():
-        sums = loops.combined(tensors, others, torch.empty_like, factors, other_factors)
-    return sums
+    arguments = tensors, others, torch.empty_like, factors, other_factors
+    return loops.combined(*arguments) if serve() else None

@@ -17,10 +17,7 @@ from tritonclip.rules.arguments import as_limit, local_number
 
 
 def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) -> float | Tensor:
-    """A limit as a number, or a floating-point tensor, which is checked where it can be read.
-
-    TypeError for anything else, ValueError for a negative one, and for NaN, unless it `may_be_nan`.
-    """
+    """A limit as a number, or a floating-point tensor, which is checked where it can be read."""
     if not isinstance(value, Tensor):
         return as_limit(name, value)
     # As `clip_grad_norm_` returns the norm of DTensors.
@@ -43,10 +40,9 @@ def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) ->
 def coefficients_of(
     norms: Tensor, limits: Sequence[float | Tensor], dtype: torch.dtype, name: str
 ) -> list[Coefficient]:
-    """min(1, limit / norm) for each norm: numbers where the host knows all, else in the wide dtype.
+    """min(1, limit / norm) for each norm in the wide dtype: numbers where the host knows all.
 
-    Norms are in the wide dtype, 0-d or 1-d. There is one limit for all, or one for each, which is
-    rounded to `dtype`; ValueError, with its `name`, for one of several elements.
+    There is one limit for all, or one for each, which is rounded to `dtype`.
     """
     numbers = [limit for limit in limits if not isinstance(limit, Tensor)]
     # Norms that the host reads at no cost, and that nothing differentiates.

@@ -33,10 +33,7 @@ def are_recorded(tensors: Sequence[Tensor], limits: Sequence[object]) -> bool:
 def clip(
     tensors: Sequence[Tensor], limits: Sequence[Any], name: str, *, each: bool
 ) -> tuple[list[Tensor], Tensor]:
-    """Tensors clipped by the norm of all, or each by its own; and the norms in the wide dtype.
-
-    There is one limit for all, or one for each; `name` is theirs in messages.
-    """
+    """Tensors clipped by the norm of all, or each by its own; and the norms in the wide dtype."""
     *clipped, norms = _Clip.apply(limits, name, each, *tensors)  # type: ignore[no-untyped-call]
     return clipped, norms
 

@@ -78,10 +78,7 @@ def _power(x: Tensor, exponent: float) -> Tensor:
 
 
 def norm_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm over all tensors, 0-d in the wide dtype of the first one's device.
-
-    Beyond the range of `dtype`, that of the result in the end, it is inf.
-    """
+    """The norm over all tensors, 0-d in the wide dtype; inf beyond the range of the result's."""
     device = tensors[0].device
     norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])
     norm = norms.sum() if norm_type == 0 else norm_of(norms, norm_type)

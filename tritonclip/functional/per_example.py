@@ -208,12 +208,9 @@ def clip_per_example(
 class _Batch:
     """The gradients of a tensor for all examples, `[B, ...]`, in the order that memory has them.
 
-    It is `fast` where memory may be read, and nothing has to be recorded.
-
-    Attributes:
-        pages: reals `[B, length]`; or `[n_pages, B, length]` where examples are not one after the
-            other: torch.func returns a page for each word of an embedding.
-        dtype: of arithmetic.
+    It is `fast` where memory may be read, and nothing has to be recorded. Its `dtype` is that of
+    arithmetic. `pages` are reals `[B, length]`; or `[n_pages, B, length]` where examples are not
+    one after the other: torch.func returns a page for each word of an embedding.
     """
 
     def __init__(self, x: Tensor, n: int, *, fast: bool) -> None:
@@ -295,13 +292,10 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
 
 
 def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) -> list[Tensor]:
-    """The norms of the examples, `[B]`: one tensor, or one for each batch.
-
-    In `dtype`; in the wide dtype, with inf for norms beyond the range of `dtype`, where they are
-    recorded, so that derivatives do not overflow on the way.
-    """
+    """The norms of the examples, `[B]`, in `dtype`: one tensor, or one for each batch."""
     pages, device = [batch.pages for batch in batches], batches[0].device
     if not batches[0].fast:
+        # In the wide dtype, so that derivatives do not overflow on the way.
         norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
         if not per_layer:
             joined = torch.stack([x.to(device) for x in norms])

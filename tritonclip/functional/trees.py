@@ -26,13 +26,10 @@ class Tree:
     """The tensors of a nested structure of containers; `name` is that of the argument in messages.
 
     If it is `ordered`, integers may be among the tensors, and complex ones may not.
-
-    Attributes:
-        leaves: tensors, None, and what `check` refuses.
-        tensors: those among them, once they were checked.
-        is_sparse: whether any is, once they were checked.
     """
 
+    # Known once they were checked.
+    tensors: list[Tensor]
     is_sparse = False
 
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
@@ -40,10 +37,7 @@ class Tree:
         self.leaves, self._rebuild = _flatten(tree)
 
     def check(self) -> list[Tensor]:
-        """For each tensor the strided one that has its elements: values at distinct indices.
-
-        TypeError for a leaf that is neither a tensor nor None, or a tensor of another kind.
-        """
+        """For each tensor the strided one that has its elements: values at distinct indices."""
         present = [leaf for leaf in self.leaves if leaf is not None]
         # Stand-ins for tensors, while they are traced, are of other classes.
         are_tensors = PLAIN.issuperset(map(type, present)) or (
@@ -51,13 +45,20 @@ class Tree:
         )
         kinds = {_kind_of(x) for x in present} if are_tensors else set()
         if not are_tensors or any(_fault_of_kind(*kind, self._ordered) for kind in kinds):
-            _refuse(self.leaves, self._tree, self._name, self._ordered)
-        self.tensors: list[Tensor] = present
+            self._refuse()
+        self.tensors = present
         self.is_sparse = any(layout != torch.strided for _, layout, _ in kinds)
         if not self.is_sparse:
             return present
         self._coalesced = [x if x.layout == torch.strided else x.coalesce() for x in present]
         return [x if x.layout == torch.strided else x.values() for x in self._coalesced]
+
+    def _refuse(self) -> None:
+        """TypeError for the first leaf that cannot be clipped."""
+        for leaf, path in zip(self.leaves, _paths(self._tree), strict=True):
+            fault = None if leaf is None else _fault_of(leaf, self._ordered)
+            if fault is not None:
+                raise TypeError(f"{self._name}{path} {fault}")
 
     def tensor_paths(self) -> list[str]:
         """How to write each tensor of the structure in Python, from its name on."""
@@ -82,14 +83,6 @@ class Tree:
             return self._rebuild(list(values))
         made = iter(values)
         return self._rebuild([None if leaf is None else next(made) for leaf in self.leaves])
-
-
-def _refuse(leaves: Sequence[Any], tree: Any, name: str, ordered: bool) -> None:
-    """TypeError for the first leaf that cannot be clipped."""
-    for index, leaf in enumerate(leaves):
-        fault = None if leaf is None else _fault_of(leaf, ordered)
-        if fault is not None:
-            raise TypeError(f"{name}{list(_paths(tree))[index]} {fault}")
 
 
 def _fault_of(leaf: Any, ordered: bool) -> str | None:
