@@ -18,7 +18,7 @@ from helpers import reference
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
 from helpers.refusing import is_first
-from helpers.spread import grads_of, local, mesh_of, network, parameter, values, with_partial
+from helpers.spread import grads_of, mesh_of, network, parameter, unchanged, values, with_partial
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -122,14 +122,12 @@ def test_verify_finds_rules_of_groups_that_differ(
     parameters = _mixed()[:2]
     groups: list[Any] = [{"params": [one], "clip": 0.5} for one in parameters]
     optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite=policy)
-    before = [one.grad.to_local().clone() for one in parameters]
     if dist.get_rank():
         for group in groups if all_groups else groups[1:]:
             CHANGES[change](group)
-    with tritonclip.verify(), pytest.raises(ValueError, match="expected the same rules"):
+    error = pytest.raises(ValueError, match="expected the same rules")
+    with unchanged(grads_of(parameters)), tritonclip.verify(), error:
         optimizer.step()
-    for one, was in zip(parameters, before, strict=True):
-        assert torch.equal(one.grad.to_local(), was)
     dist.barrier()
 
 
@@ -191,8 +189,11 @@ def _twins() -> dict[str, Any]:
     return {name: parameter((6, 3), mesh, [Shard(0)], seed=ord(name)) for name in "ab"}
 
 
-def _clip(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> object:
-    return tritonclip.clip_(named.items(), clip, **options)
+def _clip(named: dict[str, Any], clip: Any = 0.5, state: Any = None, **options: Any) -> object:
+    """A number in place of a state is that of the calls that it has seen."""
+    if isinstance(state, int):
+        state = _state_after(named, clip, state)
+    return tritonclip.clip_(named.items(), clip, state=state, **options)
 
 
 def _state_after(named: dict[str, Any], rule: Any, n: int) -> ClipState:
@@ -208,67 +209,101 @@ def _state_after(named: dict[str, Any], rule: Any, n: int) -> ClipState:
     return state
 
 
-# For each: the call of a process, given whether it is the first; and what the error names.
-CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
-    "limit": (lambda named, first: _clip(named, 0.5 if first else 0.25), "the rule"),
-    "order": (lambda named, first: _clip(named, ClipByGlobalNorm(0.5, 1 + first)), "the rule"),
-    "maximum": (
-        lambda named, first: _clip(named, ClipByGlobalNorm(0.5, math.inf if first else 2.0)),
-        "the rule",
-    ),
-    "each": (lambda named, first: _clip(named, ClipByNorm(0.5) if first else 0.5), "the rule"),
-    "value": (lambda named, first: _clip(named, ClipByValue(0.5) if first else 0.5), "the rule"),
-    "own": (lambda named, first: _clip(named, _Own(0.5 if first else 0.25)), "the rule"),
+def _step(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> None:
+    loss, scale = options.pop("loss", None), options.pop("grad_scale", None)
+    optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), clip, **options)
+    if loss is not None:
+        optimizer.loss = loss
+    optimizer.step(grad_scale=scale)
+
+
+# The options of the first process, those of the other one, and what the error names.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "limit": ({"clip": 0.5}, {"clip": 0.25}, "the rule"),
+    "value": ({"clip": ClipByValue(0.5)}, {"clip": 0.5}, "the rule"),
+    "values": ({"clip": ClipByValue(1.5)}, {"clip": ClipByValue(0.5)}, "the rule"),
+    "quantile": ({"clip": ClipByQuantile(0.5, 4)}, {"clip": ClipByQuantile(0.9, 4)}, "the rule"),
+    "policy": ({"nonfinite": "zero"}, {"nonfinite": "propagate"}, "the policy"),
+    "loss-scale": ({"grad_scale": 3.0}, {"grad_scale": 2.0}, "the loss scale"),
+}
+OF_CLIP: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "order": ({"clip": ClipByGlobalNorm(0.5, 2)}, {"clip": ClipByGlobalNorm(0.5, 1)}, "the rule"),
+    "maximum": ({"clip": ClipByGlobalNorm(0.5, math.inf)}, {"clip": 0.5}, "the rule"),
+    "each": ({"clip": ClipByNorm(0.5)}, {"clip": 0.5}, "the rule"),
+    "own": ({"clip": _Own(0.5)}, {"clip": _Own(0.25)}, "the rule"),
     "schedule": (
-        lambda named, first: _clip(
-            named, ClipByGlobalNorm(lambda step: 0.5 + first), state=ClipState()
-        ),
-        "the rule",
-    ),
-    "quantile": (
-        lambda named, first: _clip(
-            named, ClipByQuantile(0.5 if first else 0.9, 4), state=ClipState()
-        ),
+        {"clip": ClipByGlobalNorm(lambda step: 1.5), "state": ClipState()},
+        {"clip": ClipByGlobalNorm(lambda step: 0.5), "state": ClipState()},
         "the rule",
     ),
     "state": (
-        lambda named, first: _clip(
-            named,
-            ClipByQuantile(0.5, 4),
-            state=_state_after(named, ClipByQuantile(0.5, 4), 1 + first),
-        ),
+        {"clip": ClipByQuantile(0.5, 4), "state": 2},
+        {"clip": ClipByQuantile(0.5, 4), "state": 1},
         "the state",
     ),
     "state-of-each": (
-        lambda named, first: _clip(
-            named, ClipByOwnHistory(), state=_state_after(named, ClipByOwnHistory(), 1 + first)
-        ),
+        {"clip": ClipByOwnHistory(), "state": 2},
+        {"clip": ClipByOwnHistory(), "state": 1},
         "the state",
     ),
-    "policy": (
-        lambda named, first: _clip(named, nonfinite="zero" if first else "propagate"),
-        "the policy",
-    ),
     "policy-of-values": (
-        lambda named, first: _clip(
-            named, ClipByValue(0.5), nonfinite="error" if first else "propagate"
-        ),
+        {"clip": ClipByValue(0.5), "nonfinite": "error"},
+        {"clip": ClipByValue(0.5)},
         "the policy",
     ),
-    "loss-scale": (lambda named, first: _clip(named, grad_scale=2.0 + first), "the loss scale"),
-    "order-of-parameters": (
-        lambda named, first: _clip(named if first else dict(reversed(named.items()))),
-        "the parameter at position 0: rank 0 has a of",
+}
+OF_STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "skip-above": ({"skip_above": 1001.0}, {"skip_above": 1000.0}, "skip_above"),
+    "outlier": ({"skip_above": Outlier(7.0)}, {"skip_above": Outlier(6.0)}, "skip_above"),
+    "loss": (
+        {"skip_above": Outlier(), "loss": 1.0},
+        {"skip_above": Outlier()},
+        "optimizer.loss: rank 0 has a loss",
     ),
-    "group": (
-        lambda named, first: _clip(
-            {"plain": parameter((5 + first,), None)},
-            0.5 + first,
-            process_group=dist.group.WORLD,
-        ),
-        "the rule",
-    ),
-    "call": (
+}
+
+
+def _check_differ(call: Callable[[dict[str, Any], bool], object], message: str) -> None:
+    """A call, given whether the process is the first, raises in each and changes nothing."""
+    named, error = _twins(), rf"differ in {message}.* and rank 1 has"
+    tensors = [*grads_of(named.values()), *named.values()]
+    with unchanged(tensors), tritonclip.verify(), pytest.raises(ValueError, match=error):
+        call(named, is_first())
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [(_clip, what) for what in OPTIONS | OF_CLIP] + [(_step, what) for what in OPTIONS | OF_STEPS],
+)
+@in_processes(2)
+def test_verify_finds_options_that_differ(call: Any, what: str) -> None:
+    first, other, message = (OPTIONS | OF_CLIP | OF_STEPS)[what]
+    _check_differ(lambda named, is_one: call(named, **(first if is_one else other)), message)
+
+
+@pytest.mark.parametrize(("call", "where"), [(_clip, ""), (_step, " of the optimizer")])
+@in_processes(2)
+def test_verify_finds_parameters_in_another_order(call: Any, where: str) -> None:
+    _check_differ(
+        lambda named, first: call(named if first else dict(reversed(named.items()))),
+        f"the parameter at position 0{where}: rank 0 has a of",
+    )
+
+
+@pytest.mark.parametrize("call", [_clip, _step])
+@in_processes(2)
+def test_verify_finds_rules_of_a_group_that_differ(call: Any) -> None:
+    def differ(_: Any, first: bool) -> None:
+        own = {"plain": parameter((5 + first,), None)}
+        call(own, 0.5 + first, process_group=dist.group.WORLD)
+
+    _check_differ(differ, "the rule")
+
+
+# For each: the call of a process, given whether it is the first; and what the error names.
+CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
+    "by-name": (
         lambda named, first: (
             tritonclip.norms_by_name(named.items())
             if first
@@ -294,25 +329,7 @@ CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
 @pytest.mark.parametrize("what", CALLS)
 @in_processes(2)
 def test_verify_finds_calls_that_differ(what: str) -> None:
-    named = _twins()
-    call, message = CALLS[what]
-    before = [local(grad).clone() for grad in grads_of(named.values())]
-    with (
-        tritonclip.verify(),
-        pytest.raises(ValueError, match=rf"differ in {message}.* and rank 1 has"),
-    ):
-        call(named, is_first())
-    for grad, was in zip(grads_of(named.values()), before, strict=True):
-        assert torch.equal(local(grad), was)
-    dist.barrier()
-
-
-def _step(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> None:
-    loss, scale = options.pop("loss", None), options.pop("grad_scale", None)
-    optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), clip, **options)
-    if loss is not None:
-        optimizer.loss = loss
-    optimizer.step(grad_scale=scale)
+    _check_differ(*CALLS[what])
 
 
 def _step_after(named: dict[str, Any], first: bool) -> None:
@@ -328,58 +345,6 @@ def _step_after(named: dict[str, Any], first: bool) -> None:
         optimizer.step()
 
 
-STEPS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
-    "limit": (lambda named, first: _step(named, 0.5 if first else 0.25), "the rule"),
-    "quantile": (
-        lambda named, first: _step(named, ClipByQuantile(0.5 if first else 0.9, 4)),
-        "the rule",
-    ),
-    "value": (lambda named, first: _step(named, ClipByValue(0.5 + first)), "the rule"),
-    "policy": (
-        lambda named, first: _step(named, nonfinite="zero" if first else "propagate"),
-        "the policy",
-    ),
-    "skip-above": (lambda named, first: _step(named, skip_above=1e3 + first), "skip_above"),
-    "outlier": (
-        lambda named, first: _step(named, skip_above=Outlier(6.0 + first)),
-        "skip_above",
-    ),
-    "loss": (
-        lambda named, first: _step(named, skip_above=Outlier(), loss=1.0 if first else None),
-        "optimizer.loss: rank 0 has a loss",
-    ),
-    "loss-scale": (lambda named, first: _step(named, grad_scale=2.0 + first), "the loss scale"),
-    "order-of-parameters": (
-        lambda named, first: _step(named if first else dict(reversed(named.items()))),
-        "the parameter at position 0 of the optimizer: rank 0 has a of",
-    ),
-    "group": (
-        lambda named, first: _step(
-            {"plain": parameter((5 + first,), None)},
-            0.5 + first,
-            process_group=dist.group.WORLD,
-        ),
-        "the rule",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", STEPS)
-@in_processes(2)
-def test_verify_finds_steps_that_differ(what: str) -> None:
-    named = _twins()
-    step, message = STEPS[what]
-    weights = [local(one.detach()).clone() for one in named.values()]
-    with (
-        tritonclip.verify(),
-        pytest.raises(ValueError, match=rf"differ in {message}.* and rank 1 has"),
-    ):
-        step(named, is_first())
-    for one, was in zip(named.values(), weights, strict=True):
-        assert torch.equal(local(one.detach()), was)
-    dist.barrier()
-
-
 @in_processes(2)
 def test_verify_finds_steps_whose_states_differ() -> None:
     with pytest.raises(ValueError, match="differ in the state of outliers"):
@@ -391,15 +356,12 @@ def test_verify_finds_steps_whose_states_differ() -> None:
 def test_verify_finds_replicas_of_ddp_that_differ() -> None:
     model = DistributedDataParallel(network())
     model(values((4, 3), dist.get_rank())).square().sum().backward()
-    before = [grad.clone() for grad in grads_of(model.parameters())]
-    with tritonclip.verify():
+    with unchanged(grads_of(model.parameters())), tritonclip.verify():
         tritonclip.clip_(model, math.inf)
         scale = torch.tensor(1.0, dtype=torch.float64 if is_first() else torch.float32)
         tritonclip.clip_(model, math.inf, grad_scale=scale)
         with pytest.raises(ValueError, match="differ in the rule: rank 0"):
             tritonclip.clip_(model, 0.5 + is_first())
-    for grad, was in zip(grads_of(model.parameters()), before, strict=True):
-        assert torch.equal(grad, was)
 
 
 @in_processes(2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -96,6 +97,15 @@ def whole(grad: Tensor) -> Tensor:
 def local(grad: Tensor) -> Tensor:
     """The piece of a gradient that lies here."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+@contextmanager
+def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Checks that a block leaves the pieces of tensors that lie here as they are."""
+    kept = [(own := local(tensor.detach()), own.clone()) for tensor in tensors]
+    yield
+    for own, was in kept:
+        torch.testing.assert_close(own, was, rtol=0, atol=0, equal_nan=True)
 
 
 def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
