@@ -82,11 +82,9 @@ def _kinds() -> Iterator[list[str]]:
         kinds.append("max" if op == dist.ReduceOp.MAX else "sum")
         return all_reduce(tensor, op=op, **options)
 
-    dist.all_reduce = send  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", send)
         yield kinds
-    finally:
-        dist.all_reduce = all_reduce
 
 
 @in_processes(2, 4)

@@ -16,7 +16,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import assert_bits, assert_norm, copies, grad_of, parameters
 from helpers.processes import in_processes
-from helpers.spread import assert_same_everywhere, values
+from helpers.spread import assert_same_everywhere, grads_of, values
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 
@@ -32,21 +32,28 @@ def _backward(model: nn.Module, part: int | None = None) -> None:
     model(batch).square().mean().backward()
 
 
-@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-@in_processes(2)
-def test_clip_flat_parameters_by_group(strategy: Any, original: bool) -> None:
+def _norm_alone() -> float:
     alone = _model()
     _backward(alone)
-    expected = reference.total_norm(
-        [one.grad for one in alone.parameters() if one.grad is not None]
-    )
-    sharded = FullyShardedDataParallel(
-        _model(),
-        sharding_strategy=strategy,
-        use_orig_params=original,
+    return reference.total_norm(grads_of(alone.parameters()))
+
+
+def _sharded(
+    model: nn.Module, strategy: str = "FULL_SHARD", *, original: bool = False
+) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model,
         device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=original,
     )
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@in_processes(2)
+def test_clip_flat_parameters_by_group(strategy: str, original: bool) -> None:
+    expected, sharded = _norm_alone(), _sharded(_model(), strategy, original=original)
     _backward(sharded, dist.get_rank())
     group = sharded.process_group
     with pytest.raises(TypeError, match="expected process_group="):
@@ -61,33 +68,21 @@ def test_clip_flat_parameters_by_group(strategy: Any, original: bool) -> None:
 @in_processes(2)
 def test_clip_copied_flat_parameters_by_group_and_copies() -> None:
     """NO_SHARD keeps all of them everywhere."""
-    alone = _model()
-    _backward(alone)
-    expected = reference.total_norm(
-        [one.grad for one in alone.parameters() if one.grad is not None]
-    )
-    copied = FullyShardedDataParallel(
-        _model(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
-    )
+    expected, copied = _norm_alone(), _sharded(_model(), "NO_SHARD")
     _backward(copied, dist.get_rank())
-    world = dist.get_world_size()
-    norm = tritonclip.clip_(
-        copied, 1.0, process_group=dist.group.WORLD, copies=lambda parameter: world
-    )
+    world, n = dist.group.WORLD, dist.get_world_size()
+    norm = tritonclip.clip_(copied, 1.0, process_group=world, copies=lambda parameter: n)
     assert_norm(norm, expected)
 
 
 @in_processes(2)
 def test_clipped_optimizer_of_flat_parameters_trains_as_one_process() -> None:
     alone = _model()
-    sharded = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"))
+    sharded = _sharded(_model())
+    inner, group = torch.optim.SGD(sharded.parameters(), lr=0.1), sharded.process_group
     optimizers = [
         ClippedOptimizer(torch.optim.SGD(alone.parameters(), lr=0.1), 0.05),
-        ClippedOptimizer(
-            torch.optim.SGD(sharded.parameters(), lr=0.1),
-            0.05,
-            process_group=sharded.process_group,
-        ),
+        ClippedOptimizer(inner, 0.05, process_group=group),
     ]
     for _ in range(5):
         for optimizer in optimizers:
@@ -120,12 +115,7 @@ def _module(strategy: str, original: bool) -> torch.nn.Module:
     """A model after its backward; the second process may have no gradient at all."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
-    module = FullyShardedDataParallel(
-        layers,
-        device_id=torch.device("cpu"),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=original,
-    )
+    module = _sharded(layers, strategy, original=original)
     module(torch.ones(2, 5)).sum().backward()
     return module
 
@@ -134,7 +124,7 @@ def _module(strategy: str, original: bool) -> torch.nn.Module:
 @in_processes(2)
 def test_clip_refuses_shards(strategy: str, original: bool) -> None:
     module = _module(strategy, original)
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    grads = grads_of(module.parameters())
     before = copies(grads)
     sharded = strategy != "NO_SHARD"
     if sharded:
@@ -176,7 +166,7 @@ def test_clip_refuses_shards_behind_another_parameter(strategy: str, original: b
 def test_clip_by_value_of_shards(strategy: str, original: bool) -> None:
     """Elements are clamped alike wherever they lie."""
     module = _module(strategy, original)
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    grads = grads_of(module.parameters())
     before = copies(grads)
     tritonclip.clip_(module, ClipByValue(0.1))
     assert_bits(grads, [reference.clamped(grad, -0.1, 0.1) for grad in before])
@@ -187,7 +177,7 @@ def test_clip_by_value_of_shards(strategy: str, original: bool) -> None:
 def test_clip_of_shards_by_a_known_norm(strategy: str, original: bool) -> None:
     """The norm of all processes is known, so that shards are scaled rightly."""
     module = _module(strategy, original)
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    grads = grads_of(module.parameters())
     before = copies(grads)
     total = torch.tensor(4.0)
     tritonclip.clip_grads_with_norm_(module.parameters(), 1.0, total)
@@ -201,7 +191,7 @@ def test_clip_of_a_lone_process_is_that_of_the_module() -> None:
     try:
         for original in (False, True):
             module = _module("FULL_SHARD", original)
-            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            grads = grads_of(module.parameters())
             before = copies(grads)
             for _ in range(2):
                 for grad, old in zip(grads, before, strict=True):

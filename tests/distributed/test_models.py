@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,45 +36,23 @@ ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
 STEPS = 4
 
 
-def _fsdp() -> tuple[nn.Module, int, int]:
+# The collectives of a clip: a second one sums the parts of Partial gradients.
+LAYOUTS = {"fsdp": 1, "hsdp": 1, "tp": 1, "sp": 2, "tp-fsdp": 1, "sp-fsdp": 1}
+
+
+def _distributed(layout: str) -> tuple[nn.Module, int, int]:
     """The model, this process's part of a batch, and of how many."""
-    return shard(Transformer(), mesh_of(-1)), dist.get_rank(), dist.get_world_size()
-
-
-def _hsdp() -> tuple[nn.Module, int, int]:
-    mesh = mesh_of(2, -1, names=("replicate", "shard"))
-    return shard(Transformer(), mesh), dist.get_rank(), dist.get_world_size()
-
-
-def _tp() -> tuple[nn.Module, int, int]:
-    return parallelize(Transformer(), mesh_of(-1), sequence=False), 0, 1
-
-
-def _sp() -> tuple[nn.Module, int, int]:
-    return parallelize(Transformer(), mesh_of(-1), sequence=True), 0, 1
-
-
-def _tp_fsdp() -> tuple[nn.Module, int, int]:
+    model, rank, world = Transformer(), dist.get_rank(), dist.get_world_size()
+    if layout == "fsdp":
+        return shard(model, mesh_of(-1)), rank, world
+    if layout == "hsdp":
+        return shard(model, mesh_of(2, -1, names=("replicate", "shard"))), rank, world
+    by_sequence = layout.startswith("sp")
+    if "-" not in layout:
+        return parallelize(model, mesh_of(-1), sequence=by_sequence), 0, 1
     mesh = mesh_of(2, -1, names=("dp", "tp"))
-    model = parallelize(Transformer(), mesh["tp"], sequence=False)
+    model = parallelize(model, mesh["tp"], sequence=by_sequence)
     return shard(model, mesh["dp"]), mesh.get_local_rank("dp"), 2
-
-
-def _sp_fsdp() -> tuple[nn.Module, int, int]:
-    mesh = mesh_of(2, -1, names=("dp", "tp"))
-    model = parallelize(Transformer(), mesh["tp"], sequence=True)
-    return shard(model, mesh["dp"]), mesh.get_local_rank("dp"), 2
-
-
-LAYOUTS: dict[str, tuple[Callable[[], tuple[nn.Module, int, int]], int]] = {
-    # And the collectives of a clip: a second one sums the parts of Partial gradients.
-    "fsdp": (_fsdp, 1),
-    "hsdp": (_hsdp, 1),
-    "tp": (_tp, 1),
-    "sp": (_sp, 2),
-    "tp-fsdp": (_tp_fsdp, 1),
-    "sp-fsdp": (_sp_fsdp, 1),
-}
 
 
 def _backward(model: nn.Module, step: int, part: int, of: int) -> None:
@@ -85,8 +62,7 @@ def _backward(model: nn.Module, step: int, part: int, of: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_processes(4)
 def test_clip_model(layout: str) -> None:
-    make, n = LAYOUTS[layout]
-    model, part, of = make()
+    model, part, of = _distributed(layout)
     _backward(model, 0, part, of)
     grads = grads_of(model.parameters())
     wholes = [whole(grad) for grad in grads]
@@ -99,7 +75,7 @@ def test_clip_model(layout: str) -> None:
         norm, count = collectives_of(partial(tritonclip.clip_, model, rule))
         assert_norm(norm, expected)
         assert_same_everywhere(norm)
-        assert count == n
+        assert count == LAYOUTS[layout]
         for grad, right, old in zip(
             grads, reference.clipped(before, rule, norm), before, strict=True
         ):
@@ -114,8 +90,7 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_processes(4)
 def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
-    make, _ = LAYOUTS[layout]
-    model, part, of = make()
+    model, part, of = _distributed(layout)
     alone = Transformer()
     wrappers = [
         ClippedOptimizer(SGD(m.parameters(), lr=0.1), 0.3, nonfinite="skip") for m in (model, alone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from helpers.spread import (
     mesh_of,
     parameter,
     sharded_network,
+    shared_folder,
     unchanged,
     values,
     whole,
@@ -354,8 +354,7 @@ def test_memories_follow_groups_and_shards_that_move(rule: Any) -> None:
 @pytest.mark.parametrize("rule", [ClipByOwnHistory(warmup=1), ClipByQuantile(0.5, 4)])
 @in_processes(2)
 def test_memories_come_back_from_a_distributed_checkpoint(rule: Any) -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
+    folder = shared_folder()
     model, states = sharded_network(), [ClipState(), ClipState()]
     wrappers = [
         ClippedOptimizer(
@@ -378,8 +377,8 @@ def test_memories_come_back_from_a_distributed_checkpoint(rule: Any) -> None:
         dict[str, Any](clip=state, optimizer=wrapper.state_dict())
         for state, wrapper in zip(states, wrappers, strict=True)
     )
-    save(saved, checkpoint_id=folder[0])
-    load(template, checkpoint_id=folder[0])
+    save(saved, checkpoint_id=folder)
+    load(template, checkpoint_id=folder)
     wrappers[1].load_state_dict(template["optimizer"])
     for ours, theirs in zip(train(1, range(3, 5)), train(0, range(3, 5)), strict=True):
         assert torch.equal(ours, theirs)

@@ -20,6 +20,7 @@ from helpers.spread import (
     local,
     mesh_of,
     parameter,
+    shared_folder,
     whole,
     with_partial,
 )
@@ -91,26 +92,15 @@ def test_statistics_are_of_whole_gradients() -> None:
         assert recorded == pytest.approx(own, rel=1e-6)
 
 
+@pytest.mark.parametrize("rank", [None, 1], ids=["by-default", "told-to"])
 @in_processes(2)
-def test_record_writes_in_the_process_of_rank_0() -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    path = Path(str(folder[0]), "run.csv")
-    with tritonclip.record(path) as recorder:
+def test_record_writes_in_one_process(rank: int | None) -> None:
+    path = shared_folder() / "run.csv"
+    options: Any = {} if rank is None else {"write": dist.get_rank() == rank}
+    with tritonclip.record(path, **options) as recorder:
         dist.barrier()
         recorder.add_(torch.tensor(float(dist.get_rank())))
-        assert recorder.writes == (dist.get_rank() == 0)
+        assert recorder.writes == (dist.get_rank() == (rank or 0))
         assert recorder.steps == 1
     dist.barrier()
-    assert read(path).norms.tolist() == [0.0]
-
-
-@in_processes(2)
-def test_record_writes_in_the_process_that_is_told_to() -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    path = Path(str(folder[0]), "run.csv")
-    with tritonclip.record(path, write=dist.get_rank() == 1) as recorder:
-        recorder.add_(torch.tensor(float(dist.get_rank())))
-    dist.barrier()
-    assert read(path).norms.tolist() == [1.0]
+    assert read(path).norms.tolist() == [float(rank or 0)]

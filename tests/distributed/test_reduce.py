@@ -41,22 +41,17 @@ class _SentError(Exception):
 def test_clip_sends_numbers_on_a_device_of_the_group(p: float, config: str, device: str) -> None:
     """With CPU offload gradients lie on the CPU, for which NCCL has no collective."""
     parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)])]
-    backend_config, all_reduce = dist.get_backend_config, dist.all_reduce
 
     def send(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         # Nothing but its device can be seen of a tensor of another kind here.
         assert tensor.device.type == device
         raise _SentError
 
-    def backends(group: Any = None) -> str:
-        return config
-
-    dist.get_backend_config, dist.all_reduce = backends, send
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: config)
+        patch.setattr(dist, "all_reduce", send)
         with pytest.raises(_SentError):
             tritonclip.clip_(parameters, ClipByGlobalNorm(1.0, p))
-    finally:
-        dist.get_backend_config, dist.all_reduce = backend_config, all_reduce
     # The device was found for one domain; another mesh has its own.
     tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
 
@@ -106,12 +101,10 @@ def test_clip_by_default_sends_one_number_and_a_mark() -> None:
         sizes.append((tensor.numel(), tensor.dtype))
         return all_reduce(tensor, *args, **options)
 
-    dist.all_reduce = send
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", send)
         tritonclip.clip_(parameters, 1.0)
         tritonclip.clip_(parameters, tritonclip.ClipByNorm(1.0))
-    finally:
-        dist.all_reduce = all_reduce
     assert sizes == [(2, torch.float64), (4, torch.float64)]
 
 

@@ -6,6 +6,7 @@ import math
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,11 +62,10 @@ def test_limits_by_size_are_of_the_whole_shape(how: str) -> None:
     mesh, rule = mesh_of(-1), ClipByRMS(0.1)
     for shape in ((8, 5), (7, 5), (3, 5), (1, 5)):
         one = parameter(shape, mesh, [Shard(0)], seed=1)
-        if how == "clip":
-            with tritonclip.verify():
+        with tritonclip.verify():
+            if how == "clip":
                 tritonclip.clip_([one], rule)
-        else:
-            with tritonclip.verify():
+            else:
                 tritonclip.clip_tensors_([one.grad], rule)
         rms = whole(one.grad).square().mean().sqrt()
         assert float(rms) == pytest.approx(0.1, rel=1e-6)
@@ -145,22 +145,13 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     # Beside them a plain one, and one without a gradient.
     parameters = [*sharded, *(parameter((5,), None, seed=i) for i in range(3, 5))]
     parameters[4].grad = None
-    made: list[int] = []
-    module: Any = shards
-    make = module.sharding_of
-
-    def count(*args: Any) -> Any:
-        made.append(1)
-        return make(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "sharding_of", count)
+    with mock.patch.object(shards, "sharding_of", wraps=shards.sharding_of) as made:
         for _ in range(4):
             for one in sharded:
                 local = one.grad.to_local().clone()
                 one.grad = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             tritonclip.clip_(parameters, 1.0)
-    assert len(made) == 1
+    assert made.call_count == 1
 
 
 @in_processes(2)

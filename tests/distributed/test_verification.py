@@ -77,18 +77,15 @@ def test_verify_passes_right_calls_with_policies() -> None:
 
 @in_processes(2)
 def test_verify_finds_a_wrong_reduction() -> None:
-    reducing: Any = reduction.NormReduction
-    right = reducing.run
+    right = reduction.NormReduction.run
 
     def wrong(*arguments: Any) -> Any:
         return (yield from right(*arguments)) * 1.001
 
-    reducing.run = wrong
-    try:
-        with tritonclip.verify(), pytest.raises(RuntimeError, match="tritonclip reduced a norm"):
-            tritonclip.clip_(_mixed(), 1.0)
-    finally:
-        reducing.run = right
+    error = pytest.raises(RuntimeError, match="tritonclip reduced a norm")
+    with pytest.MonkeyPatch.context() as patch, tritonclip.verify(), error:
+        patch.setattr(reduction.NormReduction, "run", wrong)
+        tritonclip.clip_(_mixed(), 1.0)
 
 
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(1.0), ClipByNorm(1.0)])

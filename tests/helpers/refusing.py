@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +49,9 @@ def check_raises(
 @contextmanager
 def as_on_accelerator() -> Iterator[None]:
     """Where reading a number would wait for the device."""
-    norm = cast(Any, reduction.NormReduction)
-    reads = norm._reads
-    norm._reads = False
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction.NormReduction, "_reads", False)
         yield
-    finally:
-        norm._reads = reads
 
 
 def check_nobody_waits(

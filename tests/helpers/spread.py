@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +108,13 @@ def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
     yield
     for own, was in kept:
         torch.testing.assert_close(own, was, rtol=0, atol=0, equal_nan=True)
+
+
+def shared_folder() -> Path:
+    """A new folder, the same in every process."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return Path(str(made[0]))
 
 
 def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
