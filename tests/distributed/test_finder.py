@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -29,8 +30,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> Any:
 
 def find(wrap: Any, rank: int, **options: Any) -> tritonclip.finder.Found:
     def make():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        model = wrap(model)
+        model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
         return model, torch.optim.SGD(model.parameters(), 0.1)
 
     quiet = {"progress": lambda done, most: None, "steps": 24, "seeds": 2, "loss": loss}
@@ -45,16 +45,10 @@ def agree(found: Any) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 @in_processes(2)
-def test_find_max_norm_decides_once_for_replicas():
-    found = find(DistributedDataParallel, dist.get_rank())
-    agree(found)
-    assert found.max_norm is not None
-
-
-@in_processes(2)
-def test_find_max_norm_decides_once_for_shards():
-    found = find(lambda model: fully_shard(model), dist.get_rank())
+def test_find_max_norm_decides_once(wrap):
+    found = find(wrap, dist.get_rank())
     agree(found)
     assert found.max_norm is not None
 

@@ -102,11 +102,15 @@ def test_torch_functions_take_a_group_and_copies(p: float) -> None:
 
 
 @in_processes(4)
-def test_clip_sharded_stages_by_the_group_of_stages() -> None:
+def test_clip_sharded_stages_by_a_group() -> None:
     parameters, expected, mesh = _sharded_stage()
-    group = mesh["pp"].get_group()
-    check_clip(parameters, expected=expected, collectives=2, process_group=group)
-    check_clip(parameters, expected=expected, collectives=2, process_group=mesh["pp"])
+    for group, n in (
+        (mesh["pp"].get_group(), 2),
+        (mesh["pp"], 2),
+        (mesh, 1),
+        (dist.group.WORLD, 1),
+    ):
+        check_clip(parameters, expected=expected, collectives=n, process_group=group)
 
 
 @in_processes(4)
@@ -121,13 +125,6 @@ def test_clip_weight_tied_over_sharded_stages() -> None:
         process_group=mesh["pp"],
         copies={tied: 4},
     )
-
-
-@in_processes(4)
-def test_clip_sharded_stages_by_all_processes() -> None:
-    parameters, expected, mesh = _sharded_stage()
-    check_clip(parameters, expected=expected, process_group=mesh)
-    check_clip(parameters, expected=expected, process_group=dist.group.WORLD)
 
 
 @in_processes(4)
@@ -263,26 +260,16 @@ def test_clip_nothing_changes_for_data_parallel() -> None:
     assert_same_everywhere(norm)
 
 
+@pytest.mark.parametrize("sizes", [(2,), (3, 5)])
 @in_processes(2)
-def test_flat_gradients_over_a_group() -> None:
-    one = torch.nn.Parameter(torch.zeros(2))
-    one.grad = torch.full((2,), float(dist.get_rank() + 1))
-    flat = tritonclip.FlatGradients([one])
-    with tritonclip.verify():
-        norm = tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD)
-    assert_norm(norm, math.sqrt(2 * 1 + 2 * 4))
-    with pytest.raises(ValueError, match="FlatGradients measures buffers"):
-        tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD, copies={one: 1})
-
-
-@in_processes(2)
-def test_flat_gradients_over_a_group_are_verified() -> None:
-    """Buffers are compared with those of other processes, gradients are what a user sees."""
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+def test_flat_gradients_over_a_group(sizes: tuple[int, ...]) -> None:
+    """verify() compares buffers with those of other processes; a user sees gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
     flat = tritonclip.FlatGradients(parameters)
-    for one in parameters:
-        assert one.grad is not None
-        one.grad.fill_(1.0 + dist.get_rank())
+    for buffer in flat.buffers:
+        buffer.fill_(1.0 + dist.get_rank())
     with tritonclip.verify():
         norm = tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD)
-    assert_norm(norm, math.sqrt(8 * (1 + 4)))
+    assert_norm(norm, math.sqrt(sum(sizes) * (1 + 4)))
+    with pytest.raises(ValueError, match="FlatGradients measures buffers"):
+        tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD, copies={parameters[0]: 1})

@@ -17,6 +17,7 @@ from helpers.spread import (
     assert_same_everywhere,
     collectives_at,
     collectives_of,
+    local,
     mesh_of,
     parameter,
     whole,
@@ -33,13 +34,8 @@ def _without(parameters, rank: int, places: list[int]) -> list[torch.Tensor]:
         full = whole(one.grad).double()
         if i in places:
             # Only this process's piece is missing.
-            mesh = one.device_mesh
-            own = torch.ones_like(one.grad.to_local())
-            if dist.get_rank() == rank:
-                own.zero_()
-            there = torch.distributed.tensor.DTensor.from_local(
-                own, mesh, one.grad.placements, run_check=False
-            )
+            there = torch.ones_like(one.grad)
+            local(there).mul_(dist.get_rank() != rank)
             full = full[whole(there).bool()]
         wholes.append(full)
     if dist.get_rank() == rank:
@@ -48,13 +44,23 @@ def _without(parameters, rank: int, places: list[int]) -> list[torch.Tensor]:
     return wholes
 
 
+# The process without gradients, and the shards whose gradients it lacks.
+MISSING = {"one": (1, [1]), "all": (0, [0, 1, 2])}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize("beside", ["shards", "plain"])
 @pytest.mark.parametrize("p", ORDERS)
 @in_processes(2, 4)
-def test_clip_gradient_missing_in_one_process(p: float) -> None:
+def test_clip_gradients_missing_in_one_process(p: float, beside: str, missing: str) -> None:
     mesh = mesh_of(-1)
     parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
-    wholes = _without(parameters, 1, [1])
-    norm = tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p))
+    if beside == "plain":
+        # All that a process may have.
+        parameters.append(parameter((5,), None, seed=3))
+    wholes = _without(parameters, *MISSING[missing])
+    norm, n = collectives_of(lambda: tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p)))
+    assert n == collectives_at(p)
     assert_norm(norm, reference.total_norm(wholes, p))
     assert_same_everywhere(norm)
 
@@ -72,18 +78,6 @@ def test_clip_each_gradient_missing_in_one_process(p: float) -> None:
     assert_norm(norms, expected)
 
 
-@pytest.mark.parametrize("p", ORDERS)
-@in_processes(2, 4)
-def test_clip_process_without_gradients(p: float) -> None:
-    mesh = mesh_of(-1)
-    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(2)]
-    wholes = _without(parameters, 0, [0, 1])
-    norm, n = collectives_of(lambda: tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p)))
-    assert n == collectives_at(p)
-    assert_same_everywhere(norm)
-    assert_norm(norm, reference.total_norm(wholes, p))
-
-
 @in_processes(2)
 def test_clip_by_value_process_without_gradients() -> None:
     """It has none that are complex, which this rule would refuse."""
@@ -97,17 +91,6 @@ def test_clip_by_value_process_without_gradients() -> None:
             torch.testing.assert_close(
                 own.flatten(), full.flatten().clamp(-0.1, 0.1), rtol=1e-6, atol=0
             )
-
-
-@in_processes(2)
-def test_clip_plain_gradients_beside_missing_ones() -> None:
-    """A plain parameter's gradient is all that one process has."""
-    mesh = mesh_of(-1)
-    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=1), parameter((5,), None, seed=2)]
-    wholes = _without(parameters, 1, [0])
-    norm = tritonclip.clip_(parameters, 0.5)
-    assert_norm(norm, reference.total_norm(wholes, 2.0))
-    assert_same_everywhere(norm)
 
 
 @in_processes(2)

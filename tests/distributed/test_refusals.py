@@ -48,14 +48,10 @@ def _one() -> Any:
     return parameter((8, 3), mesh_of(-1), [Shard(0)])
 
 
-def test_copies_without_group_are_refused() -> None:
-    one = parameter((3,), None)
+def test_groups_that_are_none_are_refused() -> None:
+    one: Any = parameter((3,), None)
     with pytest.raises(ValueError, match="no process_group was given; expected both"):
         tritonclip.clip_([one], 1.0, copies={one: 1})
-
-
-def test_process_group_of_another_kind_is_refused() -> None:
-    one: Any = parameter((3,), None)
     with pytest.raises(TypeError, match="ProcessGroup or a DeviceMesh, got 3 of type int"):
         tritonclip.clip_([one], 1.0, process_group=3)  # type: ignore[call-overload]
 
@@ -213,10 +209,17 @@ def test_norms_by_name_raises_everywhere() -> None:
     assert n == 1
 
 
-ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
-    "grad-scale": (lambda: {"grad_scale": torch.tensor(0.0)}, ValueError, "grad_scale"),
-    "grad-scale-kind": (lambda: {"grad_scale": "1"}, TypeError, "grad_scale"),
-    "state": (lambda: {"state": 3}, TypeError, "ClipState"),
+# The rule, the options of the first process and of the others, and the error.
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "grad-scale": (0.5, {"grad_scale": torch.tensor(0.0)}, {}, ValueError, "grad_scale"),
+    "grad-scale-kind": (0.5, {"grad_scale": "1"}, {}, TypeError, "grad_scale"),
+    "state": (
+        ClipByQuantile(0.5, 4),
+        {"state": 3},
+        {"state": ClipState()},
+        TypeError,
+        "ClipState",
+    ),
 }
 
 
@@ -224,13 +227,8 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
 @in_processes(2)
 def test_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) -> None:
     named = named_parameters()
-    make, error, message = ARGUMENTS[what]
-    rule: Any = 0.5
-    options: dict[str, Any] = {}
-    if what == "state":
-        rule, options = ClipByQuantile(0.5, 4), {"state": ClipState()}
-    if is_first():
-        options = make()
+    rule, bad, right, error, message = ARGUMENTS[what]
+    options = bad if is_first() else right
     grads = [one.grad for one in named.values()]
     check_raises(lambda: tritonclip.clip_(named.items(), rule, **options), error, message, grads)
 

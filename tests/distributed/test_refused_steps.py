@@ -67,27 +67,22 @@ def test_step_raises_everywhere(how: str, policy: Any) -> None:
     assert_same_everywhere(optimizer.stats.last_norm)
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["argument", "by-hand"])
 @pytest.mark.parametrize("policy", ["propagate", "skip"])
 @pytest.mark.parametrize("how", LEFT)
 @in_processes(2)
 def test_step_with_a_wrong_loss_scale_of_one_process_raises_everywhere(
-    how: str, policy: Any
+    how: str, policy: Any, by_hand: bool
 ) -> None:
     named, optimizer = _optimizer(how, nonfinite=policy)
-    step = partial(optimizer.step, grad_scale=0.0 if is_first() else 4.0)
     grads = [one.grad for one in named.values()]
-    check_raises(step, ValueError, "grad_scale must be positive", grads)
-    optimizer.step(grad_scale=4.0)
-    assert_same_everywhere(optimizer.stats.last_norm)
-
-
-@in_processes(2)
-def test_step_with_a_loss_scale_set_by_hand_on_one_process_raises_everywhere() -> None:
-    named, optimizer = _optimizer("group")
-    if is_first():
-        optimizer.grad_scale = 4.0
-    grads = [one.grad for one in named.values()]
-    check_raises(optimizer.step, RuntimeError, "the attribute grad_scale is for", grads)
+    if by_hand:
+        if is_first():
+            optimizer.grad_scale = 4.0
+        check_raises(optimizer.step, RuntimeError, "the attribute grad_scale is for", grads)
+    else:
+        step = partial(optimizer.step, grad_scale=0.0 if is_first() else 4.0)
+        check_raises(step, ValueError, "grad_scale must be positive", grads)
     optimizer.step(grad_scale=4.0)
     assert_same_everywhere(optimizer.stats.last_norm)
 
