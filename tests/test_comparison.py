@@ -329,16 +329,13 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "nan": ([("w", filled(math.nan))], None, "got NaN or inf in w; expected"),
     "large": (filled(3e38), None, r"within the range of torch.float32, got a norm of 6e\+38"),
     "zero": (filled(0.0), None, "all gradients are 0"),
-    "sparse": (sparse(), None, "gradient of weight is torch.sparse_coo, which torch.nn.utils"),
-    "lazy": (torch.nn.LazyLinear(3), None, "weight has no shape yet; run a forward pass"),
-    "meta": (torch.nn.Linear(2, 2, device="meta"), None, "weight is on meta, where compare"),
-    "subclass": (torch.ones(2).as_subclass(Kind).requires_grad_(), None, "of class Kind"),
+    "sparse": (sparse(), None, "torch.sparse_coo, on cpu for the gradient of weight"),
+    "lazy": (torch.nn.LazyLinear(3), None, "got a UninitializedParameter of"),
+    "meta": (torch.nn.Linear(2, 2, device="meta"), None, "on meta for the gradient of weight"),
+    "subclass": (torch.ones(2).as_subclass(Kind).requires_grad_(), None, "got a Kind of"),
     "parameters": ([filled(1.0)], loss_of, "with loss_of, model must be a module"),
-    "loss": (Tied(), torch.ones(()), "must be a function of a model, .* got Tensor"),
-    "module": (Tied(), torch.nn.MSELoss(), "must be a function of a model, .* got MSELoss"),
     "no argument": (Tied(), lambda: 1, "takes 0 positional arguments but 1 was given"),
-    "number": (Tied(), lambda model: 3.0, "must return the loss, a scalar tensor, got float"),
-    "vector": (Tied(), lambda model: model(X), r"got Tensor of shape \(8, 6\)"),
+    "number": (Tied(), lambda model: 3.0, "must return the loss, a tensor, got float"),
     "constant": (Tied(), lambda model: torch.ones(()), "depends on no parameter of the model"),
 }
 
@@ -413,18 +410,6 @@ def test_a_loss_of_the_model_itself_is_refused_and_writes_no_gradient(also):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_buffers_are_restored_when_a_loss_runs_the_model_itself():
-    model = trained()
-    # Nothing can write to it.
-    model.register_buffer("expanded", torch.ones(1).expand(6))
-    before = [buffer.tolist() for buffer in model.buffers()]
-    tritonclip.compare(model, lambda copy: loss_of(copy) + loss_of(model).detach(), seconds=SHORT)
-    assert [buffer.tolist() for buffer in model.buffers()] == before
-    with pytest.raises(ValueError, match="their gradients would change"):
-        tritonclip.compare(model, lambda copy: loss_of(copy) + loss_of(model))
-    assert [buffer.tolist() for buffer in model.buffers()] == before
-
-
 def test_a_loss_of_a_tensor_that_gets_gradients_is_refused():
     scale = torch.ones(6, requires_grad=True)
     with pytest.raises(ValueError, match=r"gradient, 1 in number, the first of shape \(6,\);"):
@@ -462,13 +447,6 @@ def test_seconds_must_be_positive(seconds):
 def test_compare_refuses_to_time_verification():
     with tritonclip.verify(), pytest.raises(RuntimeError, match=r"outside of verify\(\)"):
         tritonclip.compare(trained(), seconds=SHORT)
-
-
-def test_a_model_that_cannot_be_copied_is_named():
-    model = Tied()
-    model.hidden = torch.ones(2, requires_grad=True) * 2
-    with pytest.raises(RuntimeError, match=r"copy.deepcopy\(model\) raised RuntimeError: Only"):
-        tritonclip.compare(model, loss_of)
 
 
 @pytest.mark.gpu

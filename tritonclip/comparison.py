@@ -7,12 +7,11 @@ hold on a machine that does other work meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
 
 from tritonclip import settings
 from tritonclip.backends import choose
@@ -30,7 +28,7 @@ from tritonclip.engine.arguments import LabelOf, checked_parameters, labelled, n
 from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
 from tritonclip.functional.formulas import real_of
-from tritonclip.messages import NamesAttributes, join_names
+from tritonclip.messages import NamesAttributes, in_columns, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.patching import original_of
 from tritonclip.samples import Timed, interleaved, paired, spread
@@ -142,10 +140,8 @@ class Comparison(NamesAttributes):
     backends: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [_HEADS, *map(_cells, self.calls)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines = [self._about(), *table, _share(self.step), _LEGEND]
+        table = in_columns([_HEADS, *map(_cells, self.calls)])
+        lines = [self._about(), table, _share(self.step), _LEGEND]
         quartiles = [(call.ratio_lo, call.ratio_hi) for call in self.calls]
         if (step := self.step) is not None:
             quartiles.append((step.torch_share_lo, step.torch_share_hi))
@@ -239,9 +235,10 @@ def compare(
         >>> comparison.step.tritonclip_share < 1
         True
 
-    Nothing of the model changes, nor of torch's random numbers, even if the call raises or is
-    interrupted. One more copy of the gradients is held, and while they are checked two in float64.
-    With `loss_of`, a copy of the model is held as well, with gradients and the states of AdamW.
+    Nothing of the model changes unless `loss_of` runs it in place of the copy, nor of torch's
+    random numbers, even if the call raises or is interrupted. One more copy of the gradients is
+    held, and while they are checked two in float64. With `loss_of`, a copy of the model is held as
+    well, with gradients and the states of AdamW.
 
     Args:
         model: as `parameters` for :func:`clip_`; a module with `loss_of`. Parameters with
@@ -264,7 +261,7 @@ def compare(
         ValueError: no parameter with a gradient; gradients that are NaN or inf, that are all 0, or
             that lie on several devices; a loss that does not depend on the copy, or depends on
             other tensors that require a gradient, such as parameters of `model` itself.
-        RuntimeError: the model cannot be copied; torch rejects the gradients; verification is on.
+        RuntimeError: torch rejects the gradients, or a copy of the model; verification is on.
     """
     refuse_tracer()
     _check_arguments(model, loss_of, seconds)
@@ -272,9 +269,7 @@ def compare(
         return _compared(*_present_or_random(model), None, seconds / 3)
     assert isinstance(model, Module)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    generators = torch.random.fork_rng(sorted(device.index for device in devices))
-    # A loss may run the forward pass of `model` itself.
-    with _restored(model.buffers()), generators, torch.enable_grad():
+    with torch.random.fork_rng(sorted(device.index for device in devices)), torch.enable_grad():
         steps = _Steps(_copied(model), loss_of)
         return _compared(steps.gradients(), "loss", steps, seconds / 4)
 
@@ -287,36 +282,10 @@ def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
             "verification is on, and a check in float64 would be timed with every call; expected "
             "compare outside of verify() and without TRITONCLIP_VERIFY: it checks results itself"
         )
-    if loss_of is None:
-        return
-    if not isinstance(model, Module):
+    if loss_of is not None and not isinstance(model, Module):
         raise TypeError(
             f"with loss_of, model must be a module, which is copied; got {type(model).__name__}"
         )
-    if not callable(loss_of) or isinstance(loss_of, Module):
-        raise TypeError(
-            "loss_of must be a function of a model, which returns the loss, got "
-            f"{type(loss_of).__name__}; expected lambda model: ..."
-        )
-
-
-@contextlib.contextmanager
-def _restored(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Gives dense tensors that change in place their values back."""
-    kept = [
-        (buffer, buffer.detach().clone())
-        for buffer in buffers
-        if type(buffer) is Tensor and buffer.layout == torch.strided
-        # Outside inference mode, nothing writes to a tensor that was made in it.
-        if buffer.device.type in _DEVICES and not buffer.is_inference()
-    ]
-    try:
-        yield
-    finally:
-        for buffer, values in kept:
-            # Batch norms change no version.
-            if not torch.equal(buffer, values):
-                buffer.data.copy_(values)
 
 
 class _Copies:
@@ -410,40 +379,27 @@ def _positions(items: Sequence[Tensor], is_asked: Callable[[Tensor], bool]) -> l
 def _plain(x: Tensor | None, name: str) -> Tensor:
     """The tensor itself, if torch and tritonclip can both clip one like it."""
     assert x is not None
-    reason = ""
-    if is_lazy(x):
-        raise ValueError(f"{name} has no shape yet; run a forward pass before")
-    if type(x) not in (Tensor, Parameter):
-        reason = f"of class {type(x).__name__}, and compare measures whole tensors of one process"
-    elif x.layout != torch.strided:
-        reason = f"{x.layout}, which torch.nn.utils does not clip"
-    elif not (x.is_floating_point() or x.is_complex()):
-        reason = f"of {x.dtype}"
-    elif x.device.type not in _DEVICES:
-        reason = f"on {x.device}, where compare does not measure"
-    if reason:
+    is_dense = type(x) in (Tensor, Parameter) and x.layout == torch.strided
+    if (
+        not is_dense
+        or x.device.type not in _DEVICES
+        or not (x.is_floating_point() or x.is_complex())
+    ):
         raise TypeError(
-            f"the gradient of {name} is {reason}; expected dense floating-point tensors on a CPU "
-            "or on CUDA"
+            f"expected dense floating-point tensors on a CPU or on CUDA, got a {type(x).__name__} "
+            f"of {x.dtype}, {x.layout}, on {x.device} for the gradient of {name}"
         )
     return x.detach()
 
 
 def _copied(model: Module) -> Module:
     checked_parameters(model)
-    try:
-        twin = copy.deepcopy(model)
-        for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
-            # An attribute of Python, which copies do not have.
-            if not needs_clip(parameter):
-                copied.need_clip = False  # type: ignore[attr-defined]
-        return twin
-    except Exception as error:
-        raise RuntimeError(
-            "loss_of trains a copy of the model, and copy.deepcopy(model) raised "
-            f"{type(error).__name__}: {error}; expected a model that can be copied, or "
-            "compare(model) after backward()"
-        ) from error
+    twin = copy.deepcopy(model)
+    for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
+        # An attribute of Python, which copies do not have.
+        if not needs_clip(parameter):
+            copied.need_clip = False  # type: ignore[attr-defined]
+    return twin
 
 
 class _Steps:
@@ -479,12 +435,8 @@ class _Steps:
 
     def _loss(self) -> Tensor:
         loss = self._loss_of(self._model)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-            raise TypeError(
-                f"loss_of must return the loss, a scalar tensor, got {type(loss).__name__}{shape}; "
-                "expected as in lambda model: model(x).square().mean()"
-            )
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_of must return the loss, a tensor, got {type(loss).__name__}")
         return loss
 
     def _others(self, loss: Tensor) -> list[Tensor]:
