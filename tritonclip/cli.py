@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import importlib
 import math
-import operator
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ from torch.nn import Module
 import tritonclip
 from tritonclip import script
 from tritonclip.call_log import CallLog, rank
-from tritonclip.doctor import devices, doctor
+from tritonclip.doctor import doctor
 from tritonclip.messages import is_own, printable
 from tritonclip.patching import TorchPatch
 
@@ -156,7 +154,9 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "loss_of(module) is the loss of a training step, for the share that clipping has in a "
         "step. A module or such a pair itself will do",
     )
-    command.add_argument("--dtype", choices=_DTYPES, help="cast the module to it")
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="cast the module to it; loss_of has to follow"
+    )
     command.add_argument("--device", type=_device, help="move the module to it: cpu, cuda, cuda:1")
     command.add_argument(
         "--seconds", type=_positive, default=4.0, help="about how long to take samples (4)"
@@ -308,121 +308,49 @@ def _recorded(recorder: Recorder, file: str, earlier: int) -> str:
 def compare(chosen: argparse.Namespace) -> int:
     """Prints a comparison on the model of a target; returns 1 where there is none."""
     try:
-        if chosen.device is not None:
-            _check_device(chosen.device)
         model, loss_of = _model_of(chosen.target)
         model = model.to(chosen.device, getattr(torch, chosen.dtype) if chosen.dtype else None)
-        if loss_of is not None:
-            loss_of = _named("loss_of", loss_of)
         print(tritonclip.compare(model, loss_of, seconds=chosen.seconds))
-    except Exception as error:
-        return _fail(error, is_cast=bool(chosen.dtype or chosen.device))
+    except (Exception, SystemExit) as error:
+        return _fail(error)
     return 0
 
 
-class _CodeError(Exception):
-    """An error that the user's code raised, which is its cause."""
-
-
-def _fail(error: Exception, *, is_cast: bool = False) -> int:
+def _fail(error: BaseException) -> int:
     """Prints an error; with its traceback where it is not of the library itself."""
-    cause: BaseException = error
-    text, hint = str(error), ""
-    if isinstance(error, _CodeError):
-        cause = error.__cause__ or error
-        if "loss_of" in text and is_cast:
-            hint = (
-                "; with --dtype and --device, loss_of has to make its inputs with the dtype and "
-                "on the device of the module that it gets: x.to(next(module.parameters()))"
-            )
-        if isinstance(cause, SystemExit):
-            hint = '; what a script does belongs under if __name__ == "__main__":'
-    elif not is_own(error):
+    text = str(error)
+    if not is_own(error):
+        traceback.print_exception(error)
         text = f"{type(error).__name__}: {error}"
-    if cause is not error or not is_own(error):
-        traceback.print_exception(cause)
-    # The allocator of a CPU raises a RuntimeError.
-    if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "CPUAllocator" in str(cause):
-        hint = (
-            "; the memory must hold one more copy of the gradients, two in float64 while results "
-            "are checked and, with loss_of, a copy of the module with gradients and two states of "
-            "AdamW. Expected a smaller model, fewer examples in the loss, or --device cpu"
-        )
-    print(f"Error: {text}{hint}", file=sys.stderr)
+    if isinstance(error, SystemExit):
+        text += '; what a script does belongs under if __name__ == "__main__":'
+    print(f"Error: {text}", file=sys.stderr)
     return 1
-
-
-def _check_device(device: torch.device) -> None:
-    there = devices()
-    if (device.type, device.index or 0) not in [(found.type, found.index or 0) for found in there]:
-        raise ValueError(
-            f"--device: expected one of {', '.join(map(str, there))}, got {device}; python -m "
-            "tritonclip doctor lists devices, and says why there is no GPU"
-        )
-
-
-def _named(name: str, code: Callable[..., Any]) -> Callable[..., Any]:
-    """Code of the user, whose errors say where they come from."""
-
-    def run(*arguments: object) -> Any:
-        try:
-            return code(*arguments)
-        except (Exception, SystemExit) as error:
-            text = f"{name} raised {type(error).__name__}: {error}"
-            raise _CodeError(text.splitlines()[0]) from error
-
-    return run
 
 
 def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
     """The module of a target and its loss, if it has one."""
     found = _object_of(target)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
-        found, target = _named(f"{target}()", found)(), f"{target}()"
-    model, *rest = found if isinstance(found, tuple) else (found,)
-    if not isinstance(model, Module) or len(rest) > 1 or (rest and not callable(rest[0])):
-        got = type(found).__name__
-        if isinstance(found, tuple):
-            got = f"({', '.join(type(value).__name__ for value in found)})"
+        found = found()
+    model, loss_of = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, Module) or not (loss_of is None or callable(loss_of)):
         raise TypeError(
             f"{target}: expected a torch.nn.Module, or (module, loss_of) with a function "
-            f"loss_of(module) that returns the loss, got {got}"
+            f"loss_of(module) that returns the loss, got {found!r:.80}"
         )
-    return model, rest[0] if rest else None
+    return model, loss_of
 
 
-def _object_of(target: str, example: str = "mymodule:make_model") -> Any:
+def _object_of(target: str) -> Any:
     """The object that MODULE:NAME says; the module may lie in the current folder."""
-    name, _, attribute = target.partition(":")
-    if not (name and attribute):
-        raise ValueError(f"expected MODULE:NAME, as in {example}, got {target!r}")
-    if name.endswith(".py") or "/" in name:
-        module = ".".join(Path(name).with_suffix("").parts)
-        raise ValueError(f"expected the name of a module, got the path {name}; write {module}:NAME")
-    if name.startswith("."):
-        raise ValueError(f"expected the whole name of a module, got {name}; write package.module")
+    module, _, name = target.partition(":")
+    if not name or "/" in module or module.endswith(".py"):
+        raise ValueError(f"expected MODULE:NAME, as in package.mymodule:make, got {target!r}")
     folder = str(Path.cwd())
     if not {"", folder} & set(sys.path):
         sys.path.insert(0, folder)
-    try:
-        module = _named(f"importing {name}", importlib.import_module)(name)
-        return operator.attrgetter(attribute)(module)
-    except _CodeError as error:
-        missing = error.__cause__
-        # Else the module is there, and imports one that is not.
-        if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
-            raise ValueError(
-                f"expected a module that can be imported, got {name}; there is no {missing.name} "
-                f"in {folder}, nor is it installed"
-            ) from None
-        raise
-    except AttributeError:
-        close = get_close_matches(attribute, dir(module), n=1)
-        meant = f"; did you mean {name}:{close[0]}?" if close else ""
-        raise ValueError(
-            f"expected a name in {name}, got {attribute!r}, which is not in "
-            f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
-        ) from None
+    return pkgutil.resolve_name(target)
 
 
 def find(chosen: argparse.Namespace) -> int:
@@ -435,7 +363,7 @@ def find(chosen: argparse.Namespace) -> int:
     try:
         module = chosen.target.partition(":")[0]
         batches = chosen.batches or f"{module}:batches"
-        arguments = [_object_of(target, "mymodule:make") for target in (chosen.target, batches)]
+        arguments = [*map(_object_of, (chosen.target, batches))]
         others = {
             name: _object_of(target)
             for name in ("loss", "held_out", "rules")
@@ -447,7 +375,7 @@ def find(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
         return 130
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _fail(error)
     print(found)
     if chosen.figure:

@@ -106,7 +106,6 @@ def test_find_works_without_rich(module, capsys, monkeypatch):
     ("options", "said"),
     [
         (["--figure", "found.pdf"], "write found.png"),
-        (["--batches", "training:nothing"], "expected a name in training"),
         (["--batches", "training"], "expected MODULE:NAME"),
         (["--batches", "training:empty"], "batches ran out"),
         (["--limits", "1"], "two or more limits"),
