@@ -390,10 +390,10 @@ def find_max_norm(
 
     Raises:
         TypeError: arguments of another kind, or a step that returns no loss.
-        ValueError: a first loss that is NaN or inf, or one that does not require grad; held-out
-            batches without an end; steps that change no parameter, never call `clip`, or clip
-            once more; batches that run out; fewer than two limits and rules; a step function
-            over parameters that were trained before; lazy parameters.
+        ValueError: a first loss that is NaN or inf; held-out batches without an end; steps that
+            change no parameter, never call `clip`, or clip once more; batches that run out; fewer
+            than two limits and rules; a step function over parameters that were trained before.
+        RuntimeError: a loss that does not require grad.
         KeyboardInterrupt: an interrupt before any two candidates can be compared; a later one ends
             the search, and the answer is what is known by then.
     """
@@ -464,14 +464,12 @@ def _checked_seeds(seeds: Any) -> list[int]:
 
 def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
     """Limits from large to small, and rules."""
-    if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(f"rules must be rules, as in [ClipByQuantile(0.9)], got {rules!r:.80}")
     rules = [*dict.fromkeys(rules)]
+    if not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"rules must be rules, as in [ClipByQuantile(0.9)], got {rules!r:.80}")
     if limits is None:
         return [], rules
-    if not isinstance(limits, Iterable) or isinstance(limits, str):
-        raise TypeError(f"limits must be numbers, as in (0.1, 0.3, 1.0), got {limits!r:.40}")
-    limits = [*limits]
+    limits = list(limits)
     found = {as_number(f"limits[{i}]", limit) for i, limit in enumerate(limits)}
     if not all(limit > 0 for limit in found):
         raise ValueError(f"limits must be above 0, got {sorted(found)}")

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -84,19 +83,12 @@ class Training:
     def __init__(self, make: Any, batches: Any, loss: Any, held_out: Any) -> None:
         if not callable(make) or isinstance(make, Module):
             raise TypeError(f"make: {_MAKE}; got {type(make).__name__}")
-        if loss is not None and not callable(loss):
-            raise TypeError(f"loss must be a function loss(model, batch), got {loss!r:.40}")
         if str(getattr(loss, "__module__", None)).startswith("torch.nn."):
             name = getattr(loss, "__name__", type(loss).__name__)
             raise TypeError(
                 f"expected a function loss(model, batch), got {name} of torch, which takes an "
                 "output and a target; write loss=lambda model, batch: "
                 "criterion(model(batch[0]), batch[1])"
-            )
-        if not isinstance(batches, Iterable) and not callable(batches):
-            raise TypeError(
-                "batches must be an iterable of batches, such as a DataLoader, or a function that "
-                f"gives one, got {type(batches).__name__}"
             )
         self._make, self._batches, self._loss = make, batches, loss
         self._evaluate: Callable[[Any, Any], Any] = self._loss_of
@@ -244,16 +236,10 @@ class Training:
                 "it wraps, since each trial clips by another limit"
             )
         if isinstance(second, Optimizer) and isinstance(first, Module):
-            if any(map(is_lazy, _tensors_of(first, second))):
-                raise ValueError(
-                    "a model with lazy parameters has no weights that could be put back; expected "
-                    "make to run a forward pass before it gives (model, optimizer)"
-                )
             return self._step_of(first, second), first, second
         if isinstance(first, Module) or not all(map(callable, (first, second or first))):
             got = ", ".join(type(item).__name__ for item in items)
             raise TypeError(f"make: {_MAKE}; got {got}")
-        _check_step(first)
         if self._loss is not None:
             raise TypeError(
                 "loss= is for a model and its optimizer, and make gave a step function, which "
@@ -279,8 +265,6 @@ class Training:
             def closure() -> Any:
                 optimizer.zero_grad()
                 loss = self._loss_of(model, batch)
-                if not loss.requires_grad:
-                    _refuse_constant(parameters)
                 loss.backward()
                 clip(parameters)
                 return loss
@@ -331,10 +315,7 @@ class Training:
             start = int(turn * len(source))
             source = [*source[start:], *source[:start]]
         while n < steps:
-            given = source if isinstance(source, Iterable) else source()
-            if not isinstance(given, Iterable):
-                raise TypeError(f"batches() must give an iterable, got {type(given).__name__}")
-            for batch in given:
+            for batch in _iterable("batches", source):
                 yield batch
                 n += 1
                 if n == steps:
@@ -390,14 +371,8 @@ class _Clipping:
         self.taken: list[Tensor] = []
         self._last: list[Tensor] = []
 
-    def __call__(self, parameters: Any, *others: Any, **named: Any) -> Tensor | None:
+    def __call__(self, parameters: Any) -> Tensor | None:
         """Clips by the limit of the trial; returns the norm before clipping."""
-        if others or named:
-            got = ", ".join([*map(repr, others), *(f"{k}={v!r}" for k, v in named.items())])
-            raise TypeError(
-                f"clip takes parameters alone, since the trial has the limit; got also {got:.80}; "
-                "write clip(model.parameters())"
-            )
         items = as_list(parameters)
         tensors = [item[1] if isinstance(item, tuple) else item for item in items]
         if not self.parameters:
@@ -492,15 +467,20 @@ def _tensors_of(model: Module, optimizer: Optimizer | None) -> list[Tensor]:
     return [*{id(p): p for p in [*model.parameters(), *trained]}.values()]
 
 
-def _held_out_batches(held_out: Any) -> list[Any]:
-    """The batches of an iterable, or of a function that gives one."""
-    given = held_out if isinstance(held_out, Iterable) or not callable(held_out) else held_out()
+def _iterable(name: str, batches: Any) -> Iterable[Any]:
+    """An iterable of batches, or what a function gives."""
+    given = batches if isinstance(batches, Iterable) or not callable(batches) else batches()
     if not isinstance(given, Iterable):
         raise TypeError(
-            "held_out must be an iterable of batches, such as a list, or a function that gives "
-            f"one; got {type(held_out).__name__}"
-            + (f", which gave {type(given).__name__}" if given is not held_out else "")
+            f"{name} must be an iterable of batches, such as a DataLoader, or a function that "
+            f"gives one, got {type(given).__name__}"
         )
+    return given
+
+
+def _held_out_batches(held_out: Any) -> list[Any]:
+    """All of them."""
+    given = _iterable("held_out", held_out)
     most = max(operator.length_hint(given), _MOST_HELD_OUT)
     found = [*itertools.islice(given, most + 1)]
     if len(found) > most:
@@ -511,21 +491,6 @@ def _held_out_batches(held_out: Any) -> list[Any]:
     if not found:
         raise ValueError("held_out has no batches; expected one or more, or None")
     return found
-
-
-def _check_step(step: Any) -> None:
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):
-        # A builtin has none.
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise TypeError(
-            f"expected a step function step(batch, clip), got one with {signature}; call "
-            "clip(parameters) in it, where clip_grad_norm_ would stand"
-        ) from None
 
 
 def _norm_and_largest(tensors: list[Tensor]) -> Tensor:
@@ -560,18 +525,6 @@ def _numbers(norms: list[Tensor]) -> Tensor:
     """Norms on the CPU, of all processes: those that train apart differ, and decisions must not."""
     found = torch.stack(norms) if norms else torch.zeros(0)
     return torch.as_tensor(mean_of_all(found, found.device)).cpu().double()
-
-
-def _refuse_constant(parameters: Sequence[Tensor]) -> None:
-    if not any(p.requires_grad for p in parameters):
-        raise ValueError(
-            "expected parameters that require grad, got an optimizer with none; unfreeze those "
-            "that are to be trained"
-        )
-    raise ValueError(
-        "expected a loss that requires grad, got one that does not; return the scalar tensor that "
-        "follows from the model's output, without .item(), .detach() or torch.no_grad()"
-    )
 
 
 def _as_loss(found: Any) -> Tensor:
