@@ -259,12 +259,6 @@ def test_record_refuses_a_folder_that_is_not_there(tmp_path):
         tritonclip.record(tmp_path / "runs" / "run.csv")
 
 
-def test_record_refuses_a_folder_in_place_of_the_file(path):
-    path.mkdir()
-    with pytest.raises(ValueError, match="another path"):
-        tritonclip.record(path)
-
-
 def test_two_recorders_of_one_file_are_noticed(path):
     first = tritonclip.record(path)
     # As another process has it.

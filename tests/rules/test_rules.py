@@ -27,7 +27,7 @@ from tritonclip import (
     Outlier,
     rules,
 )
-from tritonclip.rules import AdaptiveRule, Rule, as_rule
+from tritonclip.rules import AdaptiveRule, Rule
 
 PUBLIC_RULES = [
     kind
@@ -285,35 +285,6 @@ def test_rule_by_value_names_an_attribute_that_is_missing():
 )
 def test_rule_by_value_takes_a_schedule_beside_a_number(low, high):
     assert ClipByValue(low, high).at(0).interval() == (-1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (ClipByGlobalNorm, "max_norm"),
-        (ClipByNorm, "max_norm"),
-        (ClipByValue, "min"),
-        (lambda schedule: ClipByValue(-1.0, schedule), "max"),
-        (lambda schedule: ClipByValue(schedule, 1.0), "min"),
-        (ClipByRMS, "max_rms"),
-        (ClipByUnitNorm, "ratio"),
-        (as_rule, "max_norm"),
-    ],
-    ids=["global", "norm", "value", "max", "min", "rms", "unit", "as_rule"],
-)
-@pytest.mark.parametrize(
-    ("schedule", "signature"),
-    [
-        (lambda: 1.0, r"\(\)"),
-        (lambda step, total: 1.0, r"\(step, total\)"),
-        (lambda *, step: 1.0, r"\(\*, step\)"),
-    ],
-    ids=["no step", "two", "keyword"],
-)
-def test_rule_refuses_a_schedule_that_does_not_take_the_step(make, name, schedule, signature):
-    expected = f"{name}.* as a function takes the step alone; .*with the signature {signature}"
-    with pytest.raises(TypeError, match=expected):
-        make(schedule)
 
 
 @pytest.mark.parametrize(

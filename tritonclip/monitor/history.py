@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import printable
-from tritonclip.monitor.history_file import COLUMNS, PREFIXES, Cell, Line, check_file, format_of
+from tritonclip.monitor.history_file import COLUMNS, PREFIXES, Cell, Line, format_of
 
 # A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
 _SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
-# The largest number of cells of a table: so many for each cell in its file, and a number for all.
-_CELLS_FOR_EACH, _CELLS = 100, 2**20
 _WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
 
 
@@ -269,8 +267,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a history file; a table of over a million cells of which the file has less
-            than a hundredth.
+        ValueError: not a history file.
     """
     path = Path(path)
     format = format_of(path)
@@ -280,7 +277,6 @@ def read(path: str | os.PathLike[str]) -> History:
             "flush, after `every` steps or at close()"
         )
     try:
-        check_file(path)
         text = path.read_text(encoding="utf-8-sig")
         return _table(format.decode(text[: text.rfind("\n") + 1]))
     except UnicodeDecodeError:
@@ -295,7 +291,7 @@ def _table(lines: Iterable[Line]) -> History:
     columns: dict[str, array[float]] = {}
     # Positions of the rows of each run.
     runs: dict[str | int, list[int]] = {}
-    n, n_cells, n_falls, last = 0, 0, 0, -torch.inf
+    n, n_falls, last = 0, 0, -torch.inf
     has_steps = False
     for number, cells in lines:
         row = _numbers(number, cells)
@@ -303,14 +299,8 @@ def _table(lines: Iterable[Line]) -> History:
             continue
         if n and ("step" in row) != has_steps:
             raise ValueError(f"line {number}: expected 'step' in every row or in none")
-        n_cells, has_steps = n_cells + len(row), "step" in row
+        has_steps = "step" in row
         step = row.setdefault("step", n + 1.0)
-        n_columns = len(columns) + sum(name not in columns for name in row)
-        if n_columns * n > _CELLS_FOR_EACH * n_cells + _CELLS:
-            raise ValueError(
-                f"line {number}: expected the same columns in most rows, got {n_columns} columns "
-                f"in {n + 1} rows that have {n_cells} cells in all"
-            )
         for name, value in row.items():
             column = columns.setdefault(name, array("d"))
             column.extend(repeat(torch.nan, n - len(column)))

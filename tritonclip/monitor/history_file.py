@@ -116,12 +116,6 @@ def format_of(path: Path) -> Format:
     return format
 
 
-def check_file(path: Path) -> None:
-    """Refuses a folder, and what else is no file."""
-    if not path.is_file():
-        raise ValueError(f"expected a file, got {'a folder' if path.is_dir() else 'a device'}")
-
-
 def _json_cell(cell: Cell) -> Cell:
     if isinstance(cell, float) and not math.isfinite(cell):
         return "NaN" if math.isnan(cell) else "Infinity" if cell > 0 else "-Infinity"
@@ -153,7 +147,6 @@ class HistoryFile:
             )
         if find and path.exists():
             try:
-                check_file(path)
                 self._find()
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(

@@ -1,6 +1,5 @@
 """Checks of arguments: numbers, limits, norm types and loss scales."""
 
-import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
@@ -74,34 +73,17 @@ def as_eps(name: str, value: object) -> float:
 
 def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
     """As `as_limit`, or a function of the step."""
-    return _checked_schedule(name, value) if is_function(value) else as_limit(name, value)
+    return value if is_function(value) else as_limit(name, value)
 
 
 def as_number_or_schedule(name: str, value: object) -> float | Schedule:
     """As `as_number`, or a function of the step."""
-    return _checked_schedule(name, value) if is_function(value) else as_number(name, value)
+    return value if is_function(value) else as_number(name, value)
 
 
 def is_function(value: object) -> TypeGuard[Schedule]:
     """Whether an argument is meant as a function of the step."""
     return callable(value) and not isinstance(value, type | torch.nn.Module)
-
-
-def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
-    """The function itself; TypeError where it cannot be called with a step alone."""
-    try:
-        signature = inspect.signature(schedule)
-    except (TypeError, ValueError):
-        # Functions written in C may have no signature.
-        return schedule
-    try:
-        signature.bind(0)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} as a function takes the step alone; expected a function such as lambda step: "
-            f"1.0, got {schedule!r:.80} with the signature {signature}: {error}"
-        ) from None
-    return schedule
 
 
 def as_fraction(name: str, value: object) -> float:
