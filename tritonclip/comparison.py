@@ -28,7 +28,7 @@ from tritonclip.engine.arguments import LabelOf, checked_parameters, labelled, n
 from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
 from tritonclip.functional.formulas import real_of
-from tritonclip.messages import NamesAttributes, in_columns, join_names
+from tritonclip.messages import in_columns, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.patching import original_of
 from tritonclip.samples import Timed, interleaved, paired, spread
@@ -59,7 +59,7 @@ _SOURCES: dict[Source, str] = {
 
 
 @dataclass(frozen=True)
-class CallTimes(NamesAttributes):
+class CallTimes:
     """One call, by torch and by tritonclip, on the same gradients.
 
     Attributes:
@@ -88,7 +88,7 @@ class CallTimes(NamesAttributes):
 
 
 @dataclass(frozen=True)
-class StepTimes(NamesAttributes):
+class StepTimes:
     """Clipping by global norm within a training step: after a backward pass.
 
     Attributes:
@@ -115,7 +115,7 @@ class StepTimes(NamesAttributes):
 
 
 @dataclass(frozen=True)
-class Comparison(NamesAttributes):
+class Comparison:
     """The answer of :func:`compare`; `print` shows it as a table.
 
     Attributes:

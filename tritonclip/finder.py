@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes, in_columns
+from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.monitor.series import EPS, moves
 from tritonclip.rules import Rule
@@ -55,7 +55,7 @@ _FIRST_PART, _FEWEST, _LEAST_TELLING, _LONGER = 6, 10, 0.5, 3
 
 
 @dataclass(frozen=True)
-class Candidate(NamesAttributes):
+class Candidate:
     """A limit or a rule that was tried.
 
     Attributes:
@@ -94,7 +94,7 @@ class Candidate(NamesAttributes):
 
 
 @dataclass(frozen=True)
-class Found(NamesAttributes):
+class Found:
     """The answer of :func:`find_max_norm`; `print` shows the verdict and a table.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Text for users: warnings that point to their line, errors for unknown attributes, tables."""
+"""Text for users: warnings that point to their line, names, tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -70,23 +69,3 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of a table, aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-class NamesAttributes:
-    """Lists the public attributes of an object in the error for an unknown one."""
-
-    # Hidden from type checkers, which would let every name pass.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            # copy and pickle look up names that begin so, before any attribute is set.
-            if not name.startswith("_"):
-                message += f"; expected one of {', '.join(_public(self))}"
-            raise AttributeError(message, name=name, obj=self)
-
-
-def _public(owner: object) -> list[str]:
-    """The public attributes and methods, without those that change the object in place."""
-    names = [name for name in dir(owner) if not (name.startswith("_") or name.endswith("_"))]
-    return [f"{name}()" if callable(getattr(type(owner), name, None)) else name for name in names]

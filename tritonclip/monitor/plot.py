@@ -222,46 +222,28 @@ def _draw_begins(axes: Axes, history: History) -> None:
 def _draw_marks(axes: Axes, history: History) -> None:
     """Clipped and skipped steps at their norms; NaN, inf and 0 at the edges."""
     positive = history.is_positive
-    edges = axes.get_xaxis_transform()
     score = f"over 6 sigma, SpikeScore {percent(history.spike_score)}"
-    for chosen, label, color, marker, size in (
-        (history.is_over_six_sigma, score, SPIKE, "D", 6.0),
-        (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2),
-        (history.is_skipped & positive, "skipped", SKIPPED, "v", 5.0),
+    for chosen, label, color, marker, size, edge in (
+        (history.is_over_six_sigma, score, SPIKE, "D", 6.0, None),
+        (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2, None),
+        (history.is_skipped & positive, "skipped", SKIPPED, "v", 5.0, None),
+        (~history.norms.isfinite(), "NaN or inf", NONFINITE, "x", 5.0, 0.985),
+        (history.norms == 0, "zero", NONFINITE, "+", 5.0, 0.015),
     ):
-        if chosen.any():
-            crowded = int(chosen.sum()) > _CROWDED
-            axes.plot(
-                history.steps[chosen],
-                history.norms[chosen],
-                ls="",
-                marker=marker,
-                ms=size / 2 if crowded else size,
-                mec="none" if crowded else "white",
-                mew=0.3,
-                color=color,
-                label=label,
-                rasterized=int(chosen.sum()) > _MANY,
-                zorder=3,
-            )
-    for chosen, label, height, marker in (
-        (~history.norms.isfinite(), "NaN or inf", 0.985, "x"),
-        (history.norms == 0, "zero", 0.015, "+"),
-    ):
-        if chosen.any():
-            axes.plot(
-                history.steps[chosen],
-                [height] * int(chosen.sum()),
-                ls="",
-                marker=marker,
-                ms=5,
-                mew=1.2,
-                color=NONFINITE,
-                label=label,
-                transform=edges,
-                clip_on=False,
-                zorder=4,
-            )
+        n = int(chosen.sum())
+        if not n:
+            continue
+        look: dict[str, Any] = {"ls": "", "marker": marker, "ms": size, "color": color}
+        if edge is not None:
+            look |= {"mew": 1.2, "transform": axes.get_xaxis_transform(), "clip_on": False}
+        elif n > _CROWDED:
+            look |= {"ms": size / 2, "mew": 0.3, "mec": "none"}
+        else:
+            look |= {"mew": 0.3, "mec": "white"}
+        heights = history.norms[chosen] if edge is None else [edge] * n
+        zorder = 3 if edge is None else 4
+        look |= {"label": label, "rasterized": n > _MANY, "zorder": zorder}
+        axes.plot(history.steps[chosen], heights, **look)
 
 
 def _label(over_steps: Axes, histogram: Axes) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes, join_names, warn_user
+from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import (
     follow_stream,
     is_captured,
@@ -345,7 +345,7 @@ _SUSPICIOUS = 10
 _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
-class ClipStats(NamesAttributes):
+class ClipStats:
     """Norms, coefficients and counts of a :class:`ClippedOptimizer`, its attribute `stats`.
 
     All are 0-d tensors on the device of the optimizer's first parameter. Only `summary` waits for

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes, in_columns, join_names
+from tritonclip.messages import in_columns, join_names
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.series import (
@@ -93,7 +93,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Suggestion(NamesAttributes):
+class Suggestion:
     """A limit for a run, other candidates, and the reason; `print` shows it with a table.
 
     Attributes:
