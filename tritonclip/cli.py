@@ -261,7 +261,7 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         recorder, earlier = None, 0
         if file is not None:
-            recorder = tritonclip.Recorder(file, write=is_first, append=True)
+            recorder = tritonclip.record(file, write=is_first, append=True)
             earlier = recorder.steps
         program = (script.module if chosen.is_module else script.script)(chosen.script)
     except (OSError, ValueError) as error:
