@@ -24,7 +24,7 @@ from matplotlib.colors import to_hex
 from tritonclip.monitor import plot
 
 
-def run(n: int = 400, limit: float = 2.0) -> History:
+def run(n: int = 400) -> History:
     """Norms around 1 with spikes, clipped at a limit; some steps skipped, zero or not finite."""
     generator = torch.Generator().manual_seed(0)
     norms = torch.exp(0.2 * torch.randn(n, generator=generator, dtype=torch.float64))
@@ -33,14 +33,8 @@ def run(n: int = 400, limit: float = 2.0) -> History:
     skipped[80] = 1
     norms[[7, 9]], norms[11] = math.nan, 0.0
     norms[13] = math.inf
-    return History(
-        {
-            "step": torch.arange(1001, n + 1001),
-            "norm": norms,
-            "limit": torch.full_like(norms, limit),
-            "skipped": skipped,
-        }
-    )
+    columns = {"norm": norms, "limit": torch.full_like(norms, 2.0), "skipped": skipped}
+    return History({"step": torch.arange(1001, n + 1001), **columns})
 
 
 def changed(history: History, **columns: torch.Tensor) -> History:
@@ -59,6 +53,10 @@ def in_runs(history: History, *begins: int) -> History:
 def figure():
     history = run()
     return plot.draw(history, suggest_max_norm(history, warmup=0))
+
+
+def texts(artists):
+    return [text.get_text() for text in artists]
 
 
 def line(figure, label):
@@ -133,13 +131,12 @@ def test_marks_differ_in_colour_and_shape(figure):
 
 def test_the_legend_names_what_is_there_and_nothing_else(figure):
     (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == [
+    assert texts(legend.get_texts()) == [
         *("norm", "median", "limit", "over 6 sigma, SpikeScore 1.5%"),
         *("clipped", "skipped", "NaN or inf", "zero", "recommended limit"),
     ]
     bare = plot.draw(History({"norm": torch.ones(50, dtype=torch.float64)}))
-    assert [text.get_text() for text in bare.legends[0].get_texts()] == ["norm", "median"]
+    assert texts(bare.legends[0].get_texts()) == ["norm", "median"]
 
 
 def test_warmup_is_shaded():
@@ -147,8 +144,12 @@ def test_warmup_is_shaded():
     history.norms[:40] *= 30
     suggestion = suggest_max_norm(history)
     assert suggestion.warmup
-    names = [text.get_text() for text in plot.draw(history, suggestion).legends[0].get_texts()]
-    assert "warm-up" in names
+    assert "warm-up" in texts(plot.draw(history, suggestion).legends[0].get_texts())
+
+
+def begins_of(over_steps):
+    """The steps at which runs begin."""
+    return [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
 
 
 def test_a_line_with_its_name_stands_where_each_run_begins():
@@ -156,9 +157,8 @@ def test_a_line_with_its_name_stands_where_each_run_begins():
     suggestion = suggest_max_norm(joined)
     figure: Any = plot.draw(joined, suggestion)
     over_steps, bars = figure.axes
-    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
-    assert begins == [1001, 1191, 1201]
-    assert [text.get_text() for text in over_steps.texts] == ["run 1", "run 2", "run 3"]
+    assert begins_of(over_steps) == [1001, 1191, 1201]
+    assert texts(over_steps.texts) == ["run 1", "run 2", "run 3"]
     # Names of runs that begin next to each other stand one above the other.
     assert [text.xyann[1] for text in over_steps.texts] == [3, 3, 13]
     assert suggestion.run == 3
@@ -179,8 +179,7 @@ def test_runs_with_the_same_steps_stand_side_by_side():
     twice = in_runs(changed(history, step=torch.cat([history.steps[:200]] * 2)), 200)
     figure: Any = plot.draw(twice)
     over_steps = figure.axes[0]
-    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
-    assert begins == [1001, 1201]
+    assert begins_of(over_steps) == [1001, 1201]
     assert over_steps.get_xlabel() == "step, counted on from run to run"
 
 
@@ -193,7 +192,7 @@ def test_the_histogram_counts_steps_and_shows_candidates(figure):
     suggestion = suggest_max_norm(history, warmup=0)
     bars = figure.axes[1]
     assert sum(patch.get_width() for patch in bars.patches) == suggestion.steps
-    labels = [text.get_text() for text in bars.texts]
+    labels = texts(bars.texts)
     assert len(labels) == len(suggestion.candidates)
     assert f"{suggestion.max_norm:g} clips" in next(one for one in labels if "recommended" in one)
     heights = sorted(one.get_ydata()[0] for one in bars.lines)
@@ -227,13 +226,13 @@ def named_run(n: int = 12) -> History:
 
 def test_the_ten_largest_norms_stand_below_by_name():
     axes: Any = plot.draw(named_run()).axes[0]
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["..." + 45 * "b", *(f"layer{i}.weight" for i in range(11, 2, -1))]
+    assert texts(axes.get_yticklabels()) == [
+        "..." + 45 * "b",
+        *(f"layer{i}.weight" for i in range(11, 2, -1)),
+    ]
     medians = next(one for one in axes.lines if one.get_label() == "median").get_xdata()
     assert list(medians) == [one.median for one in named_run().largest()]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        *("5% to 95% of the steps", "median", "largest"),
-    ]
+    assert texts(axes.get_legend().get_texts()) == ["5% to 95% of the steps", "median", "largest"]
     assert axes.get_xscale() == "log"
     assert axes.get_title(loc="left") == "0 in the last step: unused"
 
@@ -245,7 +244,7 @@ def test_norms_by_name_are_those_of_the_run_that_is_suggested_for():
     suggestion = suggest_max_norm(joined)
     assert suggestion.run == 2
     axes = plot.draw(joined, suggestion).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["b"]
+    assert texts(axes.get_yticklabels()) == ["b"]
     assert axes.get_title(loc="left") == "0 in the last step: a"
 
 

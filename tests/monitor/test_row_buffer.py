@@ -15,11 +15,6 @@ from tritonclip.monitor import row_buffer
 from tritonclip.monitor.history import read
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.csv"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_add_reads_no_value(path, dtype):
     """The mode is entered around everything but the last flush: automatic flushes are inside."""

@@ -33,6 +33,13 @@ COUNTS = {"steps", "clipped_steps", "skipped_steps", "overflowed_steps", "consec
 KEYS = {"norm", "coefficient", "limit", "clipped_share", *COUNTS}
 
 
+def step_of(params: Sequence[Tensor], optimizer: ClippedOptimizer, **values: Any) -> list[Tensor]:
+    """Takes a step on new gradients, and returns copies of them."""
+    grads = give_grads(params, **values)
+    optimizer.step()
+    return grads
+
+
 def torch_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """torch's own norm, in float64."""
     twins = [torch.nn.Parameter(torch.zeros_like(grad, dtype=torch.float64)) for grad in grads]
@@ -43,23 +50,18 @@ def torch_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> float:
 
 def grouped(params: Sequence[Tensor]) -> ClippedOptimizer:
     """Groups 0 and 2 share the wrapper's rule, group 1 has its own."""
-    groups: list[dict[str, Any]] = [
-        {"params": [params[0]]},
-        {"params": [params[1]], "clip": 0.25},
-        {"params": [params[2]]},
-    ]
-    return ClippedOptimizer(sgd(groups), 1.0)
+    optimizer = ClippedOptimizer(sgd([{"params": [param]} for param in params]), 1.0)
+    optimizer.param_groups[1]["clip"] = 0.25
+    return optimizer
 
 
 def test_statistics_follow_a_model_that_was_moved():
     """As trainers do it, after the optimizer was made; what stayed behind would be a transfer."""
-    params = new_params(device="meta")
+    params, optimizer = wrapped(sgd, device="meta")
     for param in params:
         param.grad = torch.empty_like(param)
-    optimizer = ClippedOptimizer(SGD(params), 1.0)
-    optimizer.stats = ClipStats(torch.device("cpu"))
+    stats = optimizer.stats = ClipStats(torch.device("cpu"))
     optimizer.step()
-    stats = optimizer.stats
     tensors = (stats.last_norm, stats.last_coefficient, stats.steps, stats.clipped_steps)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
@@ -104,8 +106,7 @@ def test_summary_before_the_first_step():
 def test_summary_is_of_plain_numbers():
     params = new_params()
     optimizer = grouped(params)
-    give_grads(params)
-    optimizer.step()
+    step_of(params, optimizer)
     types = {name: type(value) for name, value in optimizer.stats.summary().items()}
     assert {name for name, kind in types.items() if kind is int} == COUNTS
     assert {kind for name, kind in types.items() if name not in COUNTS} == {float}
@@ -113,12 +114,10 @@ def test_summary_is_of_plain_numbers():
 
 def test_summary_is_not_changed_by_later_steps():
     params, optimizer = wrapped(sgd)
-    give_grads(params)
-    optimizer.step()
+    step_of(params, optimizer)
     summary = optimizer.stats.summary()
     kept = dict(summary)
-    give_grads(params, size=5.0)
-    optimizer.step()
+    step_of(params, optimizer, size=5.0)
     assert summary == kept
     assert optimizer.stats.summary() != kept
 
@@ -172,30 +171,29 @@ def test_summary_does_not_warn_where_nothing_clips_to_the_same_limit_first(limit
     stats_of_run(limit, before).summary()
 
 
-def test_summary_does_not_warn_of_a_norm_at_the_limit_by_chance():
+def after_norms(rule: Any, norms: Sequence[float]) -> ClippedOptimizer:
+    """An optimizer that took steps on gradients of these norms."""
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = ClippedOptimizer(sgd([weight]), 1.0)
-    for step in range(100):
-        weight.grad = torch.tensor([1.0 if step % 20 == 7 else 0.3])
+    optimizer = ClippedOptimizer(sgd([weight]), rule)
+    for norm in norms:
+        weight.grad = torch.tensor([norm])
         optimizer.step()
+    return optimizer
+
+
+def test_summary_does_not_warn_of_a_norm_at_the_limit_by_chance():
+    optimizer = after_norms(1.0, [1.0 if step % 20 == 7 else 0.3 for step in range(100)])
     assert optimizer.stats.summary()["clipped_steps"] == 5
 
 
 def test_summary_does_not_warn_of_a_limit_that_follows_the_norms():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = ClippedOptimizer(sgd([weight]), ClipByQuantile(0.9, 10))
-    for step in range(100):
-        weight.grad = torch.tensor([1.0 + 1e-6 * step])
-        optimizer.step()
+    norms = [1.0 + 1e-6 * step for step in range(100)]
+    optimizer = after_norms(ClipByQuantile(0.9, 10), norms)
     assert optimizer.stats.summary()["clipped_steps"] > 10
 
 
 def test_summary_warns_no_more_after_a_checkpoint_was_loaded():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = ClippedOptimizer(sgd([weight]), 1.0)
-    for _ in range(20):
-        weight.grad = torch.ones(1)
-        optimizer.step()
+    optimizer = after_norms(1.0, [1.0] * 20)
     with pytest.warns(ClippingWarning, match=CLIPPED_BEFORE):
         optimizer.stats.summary()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -210,36 +208,30 @@ def test_summary_does_not_warn_of_statistics_of_an_earlier_version():
     assert stats.summary()["clipped_steps"] == 40
 
 
+def assert_shows(stats: ClipStats, norm: float, limit: float) -> None:
+    assert_norm(stats.last_norm, norm)
+    coefficient = min(1.0, limit / (norm + 1e-6))
+    # A float32 norm and a float32 quotient: two roundings of 2**-24 beside the norm's 1e-6.
+    assert float(stats.last_coefficient) == pytest.approx(coefficient, rel=1.2e-6, abs=0)
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3], ids=["below", "clipped", "far above"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_last_norm_is_that_before_clipping(backend, norm_type, size):
     params, optimizer = wrapped(sgd, ClipByGlobalNorm(1.0, norm_type), backend.device)
-    grads = give_grads(params, size=size)
-    optimizer.step()
-    norm = torch_norm(grads, norm_type)
-    assert_norm(optimizer.stats.last_norm, norm)
-    expected = torch.tensor(min(1.0, 1.0 / (norm + 1e-6)), dtype=torch.float64)
-    # A float32 norm and a float32 quotient: two roundings of 2**-24 beside the norm's 1e-6.
-    torch.testing.assert_close(
-        optimizer.stats.last_coefficient.cpu().double(), expected, rtol=1.2e-6, atol=0
-    )
+    grads = step_of(params, optimizer, size=size)
+    assert_shows(optimizer.stats, torch_norm(grads, norm_type), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_last_values_are_of_the_dtype_of_norms(backend, dtype):
     params = new_params(device=backend.device, dtype=dtype)
     optimizer = ClippedOptimizer(sgd(params), 1.0)
-    give_grads(params)
-    optimizer.step()
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for value in (optimizer.stats.last_norm, optimizer.stats.last_coefficient):
-        assert (value.dtype, value.shape, value.device.type) == (wide, (), backend.device.type)
-    for count in (optimizer.stats.steps, optimizer.stats.clipped_steps):
-        assert (count.dtype, count.shape, count.device.type) == (
-            torch.int64,
-            (),
-            backend.device.type,
-        )
+    step_of(params, optimizer)
+    wide, stats = torch.float64 if dtype == torch.float64 else torch.float32, optimizer.stats
+    values = (stats.last_norm, stats.last_coefficient, stats.steps, stats.clipped_steps)
+    assert [value.dtype for value in values] == [wide, wide, torch.int64, torch.int64]
+    assert {(value.shape, value.device.type) for value in values} == {((), backend.device.type)}
 
 
 def test_last_values_of_earlier_steps_stay_what_they_were(backend):
@@ -247,8 +239,7 @@ def test_last_values_of_earlier_steps_stay_what_they_were(backend):
     params, optimizer = wrapped(sgd, device=backend.device)
     kept, expected = [], []
     for step in range(3):
-        expected.append(torch_norm(give_grads(params, size=1.0 + step, seed=step)))
-        optimizer.step()
+        expected.append(torch_norm(step_of(params, optimizer, size=1.0 + step, seed=step)))
         kept.append(optimizer.stats.last_norm)
     for norm, truth in zip(kept, expected, strict=True):
         assert_norm(norm, truth)
@@ -274,8 +265,7 @@ def test_norms_have_their_dtype_whatever_the_default(dtype):
 def test_last_norm_is_that_of_the_last_step_taken(policy, fused):
     params = new_params()
     optimizer = ClippedOptimizer(SGD(params, lr=0.1, fused=fused), 1.0, nonfinite=policy)
-    norm = torch_norm(give_grads(params))
-    optimizer.step()
+    norm = torch_norm(step_of(params, optimizer))
     give_grads(params, size=math.inf)
     if policy == "skip":
         optimizer.step()
@@ -287,17 +277,8 @@ def test_last_norm_is_that_of_the_last_step_taken(policy, fused):
 
 def test_by_norm_shows_the_largest_norm_and_the_least_coefficient(backend):
     params, optimizer = wrapped(sgd, ClipByNorm(0.5), backend.device)
-    grads = give_grads(params)
-    optimizer.step()
-    largest = max(torch_norm([grad]) for grad in grads)
-    assert_norm(optimizer.stats.last_norm, largest)
-    # As above: the tolerance of a norm, and two roundings.
-    torch.testing.assert_close(
-        optimizer.stats.last_coefficient.cpu().double(),
-        torch.tensor(0.5 / (largest + 1e-6), dtype=torch.float64),
-        rtol=1.2e-6,
-        atol=0,
-    )
+    grads = step_of(params, optimizer)
+    assert_shows(optimizer.stats, max(torch_norm([grad]) for grad in grads), 0.5)
 
 
 def test_steps_by_value_make_no_norm():
@@ -305,8 +286,7 @@ def test_steps_by_value_make_no_norm():
     params, optimizer = wrapped(sgd, ClipByValue(0.1))
     seen = []
     for _ in range(2):
-        give_grads(params)
-        optimizer.step()
+        step_of(params, optimizer)
         seen.append(optimizer.stats.last_norm)
     assert seen[1] is seen[0]
     assert seen[0].isnan()
@@ -314,8 +294,7 @@ def test_steps_by_value_make_no_norm():
 
 def test_by_value_shows_nan_and_counts_steps(backend):
     params, optimizer = wrapped(sgd, ClipByValue(1e-3), backend.device)
-    give_grads(params)
-    optimizer.step()
+    step_of(params, optimizer)
     summary = optimizer.stats.summary()
     assert math.isnan(summary["norm"])
     assert math.isnan(summary["coefficient"])
@@ -323,19 +302,12 @@ def test_by_value_shows_nan_and_counts_steps(backend):
     assert (summary["steps"], summary["clipped_steps"]) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(1.0, id="global"),
-        pytest.param(ClipByNorm(1.0), id="each"),
-    ],
-)
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])
 def test_steps_are_counted_by_what_became_of_them(rule):
     """Three clipped, two unclipped, one skipped."""
     params, optimizer = wrapped(sgd, rule, nonfinite="skip")
     for size in (10.0, 1e-3, math.nan, 10.0, 1e-3, 10.0):
-        give_grads(params, size=size)
-        optimizer.step()
+        step_of(params, optimizer, size=size)
     summary = optimizer.stats.summary()
     expected = {"steps": 5, "clipped_steps": 3, "skipped_steps": 1}
     assert {name: summary[name] for name in COUNTS} == dict.fromkeys(COUNTS, 0) | expected
@@ -345,25 +317,20 @@ def test_steps_are_counted_by_what_became_of_them(rule):
 def test_summary_has_the_skips_in_a_row():
     params, optimizer = wrapped(sgd, nonfinite="skip")
     for size, expected in ((math.nan, 1), (math.nan, 2), (1.0, 0)):
-        give_grads(params, size=size)
-        optimizer.step()
+        step_of(params, optimizer, size=size)
         assert optimizer.stats.summary()["consecutive_skips"] == expected
 
 
 def test_steps_clipped_to_zero_count_as_clipped():
     params, optimizer = wrapped(sgd, nonfinite="zero")
-    give_grads(params, size=math.nan)
-    optimizer.step()
+    step_of(params, optimizer, size=math.nan)
     summary = optimizer.stats.summary()
     assert (summary["coefficient"], summary["clipped_steps"]) == (0.0, 1)
 
 
 def test_steps_at_the_limit_exactly_are_not_clipped():
     """With eps=0, a norm of 5 under a limit of 5 has the coefficient 1."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = ClippedOptimizer(sgd([param]), ClipByGlobalNorm(5.0, eps=0.0))
-    param.grad = torch.tensor([3.0, 4.0])
-    optimizer.step()
+    optimizer = after_norms(ClipByGlobalNorm(5.0, eps=0.0), [5.0])
     assert int(optimizer.stats.clipped_steps) == 0
     assert float(optimizer.stats.last_coefficient) == 1
 
@@ -372,8 +339,7 @@ def test_share_is_of_the_steps_that_measured_a_norm():
     params, optimizer = wrapped(sgd)
     for rule in (1.0, 1e9, ClipByValue(0.1), ClipByValue(0.1)):
         optimizer.clip = rule
-        give_grads(params, size=100.0)
-        optimizer.step()
+        step_of(params, optimizer, size=100.0)
     _, loaded = wrapped(sgd, ClipByValue(0.1))
     loaded.load_state_dict(optimizer.state_dict())
     for stats in (optimizer.stats, loaded.stats):
@@ -385,8 +351,7 @@ def test_counts_that_were_read_stay_what_they_were():
     params, optimizer = wrapped(sgd)
     counts = []
     for _ in range(3):
-        give_grads(params)
-        optimizer.step()
+        step_of(params, optimizer)
         counts.append(optimizer.stats.steps)
     assert [int(count) for count in counts] == [1, 2, 3]
 
@@ -397,8 +362,7 @@ def test_counts_stay_where_the_last_coefficient_is_written_to(rule):
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(1000)]
     optimizer = ClippedOptimizer(sgd(params), rule)
     for _ in range(3):
-        give_grads(params, size=9.0)
-        optimizer.step()
+        step_of(params, optimizer, size=9.0)
         optimizer.stats.last_coefficient.fill_(1.0)
     assert int(optimizer.stats.clipped_steps) == 3
     assert float(optimizer.stats.last_coefficient) < 1
@@ -407,8 +371,7 @@ def test_counts_stay_where_the_last_coefficient_is_written_to(rule):
 def test_groups_with_a_rule_have_entries_of_their_own():
     params = new_params()
     optimizer = grouped(params)
-    grads = give_grads(params)
-    optimizer.step()
+    grads = step_of(params, optimizer)
     stats, summary = optimizer.stats, optimizer.stats.summary()
     own, shared = torch_norm([grads[1]]), torch_norm([grads[0], grads[2]])
     assert set(stats.group_norms) == set(stats.group_coefficients) == {1}
@@ -421,11 +384,9 @@ def test_groups_with_a_rule_have_entries_of_their_own():
 
 def test_last_norm_is_unknown_without_a_group_under_the_wrappers_rule():
     params, optimizer = wrapped(sgd)
-    give_grads(params)
-    optimizer.step()
+    step_of(params, optimizer)
     optimizer.param_groups[0]["clip"] = 2.0
-    give_grads(params)
-    optimizer.step()
+    step_of(params, optimizer)
     summary = optimizer.stats.summary()
     assert math.isnan(summary["norm"])
     assert summary["group0_norm"] > 0
@@ -435,8 +396,7 @@ def trained(steps: int) -> ClippedOptimizer:
     params = new_params()
     optimizer = grouped(params)
     for step in range(steps):
-        give_grads(params, size=10.0 if step % 2 else 1e-3, seed=step)
-        optimizer.step()
+        step_of(params, optimizer, size=10.0 if step % 2 else 1e-3, seed=step)
     return optimizer
 
 
@@ -459,8 +419,7 @@ def test_state_dict_comes_back_from_a_checkpoint_and_counts_on():
     loaded = grouped(new_params())
     loaded.load_state_dict(torch.load(file, weights_only=True))
     assert_bits(loaded.stats.state_dict().values(), saved.stats.state_dict().values())
-    give_grads(loaded.param_groups[1]["params"], size=10.0)
-    loaded.step()
+    step_of(loaded.param_groups[1]["params"], loaded, size=10.0)
     summary = loaded.stats.summary()
     assert (summary["steps"], summary["clipped_steps"]) == (4, 2)
     assert int(saved.stats.steps) == 3
@@ -479,8 +438,7 @@ def test_state_dict_does_not_share_memory_with_what_loads_it():
 def test_state_dict_keeps_the_norm_of_float64():
     params, twins = new_params(dtype=torch.float64), new_params(dtype=torch.float64)
     saved, loaded = ClippedOptimizer(sgd(params), 1.0), ClippedOptimizer(sgd(twins), 1.0)
-    norm = reference.total_norm(give_grads(params))
-    saved.step()
+    norm = reference.total_norm(step_of(params, saved))
     loaded.load_state_dict(saved.state_dict())
     assert_norm(loaded.stats.last_norm, norm)
     assert loaded.stats.last_norm.dtype == torch.float64

@@ -48,19 +48,24 @@ class _Recorder(TorchDispatchMode):
             operator(*args, **kwargs)
 
 
-CLIPPED = {"steps", "measured_steps", "clipped_steps"}
+CLIPPED = {"steps", "measured_steps", "clipped_steps", "well_clipped_steps"}
 
 
-def by_name(counts):
-    return dict(zip(COUNTS, counts.read().tolist(), strict=True))
+def assert_counts(counts, **expected):
+    """Counts that are not named are 0."""
+    named = dict(zip(COUNTS, counts.read().tolist(), strict=True))
+    assert named == dict.fromkeys(COUNTS, 0) | expected
+
+
+def assert_clipped(counts, n, **others):
+    assert_counts(counts, **dict.fromkeys(CLIPPED, n), **others)
 
 
 def tensors(*numbers, dtype=torch.float32):
     return [torch.tensor(number, dtype=dtype) for number in numbers]
 
 
-def flag(value):
-    return torch.tensor(value)
+flag = torch.tensor
 
 
 @pytest.mark.parametrize(
@@ -87,21 +92,18 @@ def flag(value):
 def test_add_counts_a_step_as_clipped_once_where_any_coefficient_is_below_1(coefficients, clipped):
     counts = StepCounts(CPU)
     counts.add(coefficients)
-    expected = dict.fromkeys(COUNTS, 0) | {
-        "steps": 1,
-        "measured_steps": 1,
-        "clipped_steps": clipped,
-        "well_clipped_steps": clipped * (coefficients != [1 - 2**-40]),
-    }
-    assert by_name(counts) == expected
+    well = clipped * (coefficients != [1 - 2**-40])
     # Reading adds nothing.
-    assert by_name(counts) == expected
+    for _ in range(2):
+        assert_counts(
+            counts, steps=1, measured_steps=1, clipped_steps=clipped, well_clipped_steps=well
+        )
 
 
 def test_add_without_coefficients_counts_no_measured_step():
     counts = StepCounts(CPU)
     counts.add([])
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | {"steps": 1}
+    assert_counts(counts, steps=1)
 
 
 @pytest.mark.parametrize("n", [1, KEPT - 1, KEPT, KEPT + 1, 3 * KEPT + 7])
@@ -112,13 +114,9 @@ def test_add_counts_as_many_coefficients_as_there_are(n):
         own = tensors(0.5 if i % 3 == 0 else 1.0, dtype=dtype)
         counts.add(own if i % 7 else [*own, 1.0])
     clipped = len(range(0, n, 3))
-    expected = dict.fromkeys(COUNTS, 0) | {
-        "steps": n,
-        "measured_steps": n,
-        "clipped_steps": clipped,
-        "well_clipped_steps": clipped,
-    }
-    assert by_name(counts) == expected
+    assert_counts(
+        counts, steps=n, measured_steps=n, clipped_steps=clipped, well_clipped_steps=clipped
+    )
 
 
 def test_add_keeps_a_bounded_number_of_coefficients():
@@ -144,9 +142,9 @@ def test_add_calls_no_operator(coefficients):
     ("coefficients", "names"),
     [
         pytest.param([], {"steps"}, id="none"),
-        pytest.param([0.5], CLIPPED | {"well_clipped_steps"}, id="number"),
-        pytest.param(tensors(0.5), CLIPPED | {"well_clipped_steps"}, id="tensor"),
-        pytest.param(tensors(1 - 1e-6), CLIPPED, id="tensor_at_the_limit"),
+        pytest.param([0.5], CLIPPED, id="number"),
+        pytest.param(tensors(0.5), CLIPPED, id="tensor"),
+        pytest.param(tensors(1 - 1e-6), CLIPPED - {"well_clipped_steps"}, id="tensor_at_the_limit"),
         pytest.param(tensors(1.0), {"steps", "measured_steps"}, id="tensor_1"),
     ],
 )
@@ -157,7 +155,7 @@ def test_recorded_steps_count_at_every_replay(coefficients, names):
         counts.add(coefficients)
     recorder.replay()
     recorder.replay()
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 3)
+    assert_counts(counts, **dict.fromkeys(names, 3))
 
 
 def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
@@ -168,7 +166,7 @@ def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
         patch.setattr(stats, "is_captured", lambda device: True)
         with pytest.raises(RuntimeError, match="read them after the capture"):
             counts.read()
-    assert by_name(counts)["steps"] == 1
+    assert_clipped(counts, 1)
 
 
 @pytest.mark.usefixtures("frequent_switches")
@@ -187,16 +185,11 @@ def test_threads_may_read_while_steps_are_counted(coefficients, skip):
     for thread in threads:
         thread.start()
     for i in range(n):
-        if i % 8:
-            counts.add(coefficients)
-        else:
-            counts.add([], skipped)
+        counts.add(*((coefficients,) if i % 8 else ([], skipped)))
     done = True
     for thread in threads:
         thread.join()
-    names = ("steps", "measured_steps", "clipped_steps", "well_clipped_steps")
-    expected = dict.fromkeys(names, n - n // 8) | {"skipped_steps": n // 8}
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | expected
+    assert_clipped(counts, n - n // 8, skipped_steps=n // 8)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -212,8 +205,7 @@ def test_steps_stay_where_a_read_fails(error, monkeypatch):
         patch.setattr(torch, "stack", fail)
         with pytest.raises(error):
             counts.read()
-    taken = {"steps": 3, "measured_steps": 3, "clipped_steps": 2, "well_clipped_steps": 2}
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken
+    assert_counts(counts, steps=3, measured_steps=3, clipped_steps=2, well_clipped_steps=2)
 
 
 def test_counts_loaded_to_another_device_are_there():
@@ -227,7 +219,7 @@ def test_counts_loaded_to_another_device_are_there():
 @pytest.mark.parametrize(
     ("left_out", "overflow", "skip", "names", "in_a_row"),
     [
-        (flag(False), flag(False), False, CLIPPED | {"well_clipped_steps"}, 0),
+        (flag(False), flag(False), False, CLIPPED, 0),
         (flag(True), flag(True), False, {"overflowed_steps"}, 0),
         (flag(True), False, flag(True), {"skipped_steps"}, 1),
         (flag(True), flag(True), flag(True), {"overflowed_steps"}, 0),
@@ -238,7 +230,7 @@ def test_counts_loaded_to_another_device_are_there():
 def test_add_with_flags_counts_by_them(left_out, overflow, skip, names, in_a_row):
     counts = StepCounts(CPU)
     counts.add([0.5], Verdict(left_out, overflow, skip))
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 1)
+    assert_counts(counts, **dict.fromkeys(names, 1))
     assert int(counts.consecutive_skips) == in_a_row
 
 
@@ -274,7 +266,7 @@ def test_consecutive_skips_end_with_a_step():
     assert int(counts.consecutive_skips) == 2
     counts.add([0.5])
     assert int(counts.consecutive_skips) == 0
-    assert by_name(counts)["skipped_steps"] == 2
+    assert_clipped(counts, 1, skipped_steps=2, overflowed_steps=1)
 
 
 @pytest.mark.parametrize("change", ["move", "copy", "load"])
@@ -289,8 +281,7 @@ def test_steps_that_were_not_read_yet_are_kept(change):
         counts = copy.deepcopy(counts)
     else:
         counts.load({"steps": 2, "measured_steps": 2, "clipped_steps": 2})
-    taken = {"steps": 2, "measured_steps": 2, "clipped_steps": 2, "well_clipped_steps": 2}
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken
+    assert_clipped(counts, 2)
 
 
 class Stream:

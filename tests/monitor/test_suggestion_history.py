@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ from helpers.norm_series import norms_of
 from tritonclip.monitor.history import read
 
 
-def test_step_numbers_that_repeat_are_remarked_on(tmp_path):
-    path = tmp_path / "run.csv"
+def test_step_numbers_that_repeat_are_remarked_on(path):
     rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(300, seed=1), 2)]
     path.write_text("run,step,norm\n" + "".join(f"1,{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
@@ -25,8 +22,7 @@ def test_step_numbers_that_repeat_are_remarked_on(tmp_path):
     assert "only the later rows count: 299 earlier ones were left out" in suggestion.reason
 
 
-def test_too_few_steps_name_the_replaced_ones(tmp_path):
-    path = tmp_path / "run.csv"
+def test_too_few_steps_name_the_replaced_ones(path):
     path.write_text("run,step,norm\n" + "".join(f"1,{n},1\n" for n in [*range(300), 1, 2]))
     with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*299 earlier ones were left out"):
         tritonclip.suggest_max_norm(path)
@@ -94,8 +90,7 @@ def test_all_kinds_of_history_give_the_same_suggestion(tmp_path):
     assert tritonclip.suggest_max_norm(recorder) == expected
 
 
-def test_steps_of_spikes_are_those_of_the_file(tmp_path):
-    path = tmp_path / "run.csv"
+def test_steps_of_spikes_are_those_of_the_file(path):
     with tritonclip.record(path) as recorder:
         recorder.load_state_dict({"steps": 5000})
         for norm in norms_of(spikes=0.03):
@@ -104,28 +99,10 @@ def test_steps_of_spikes_are_those_of_the_file(tmp_path):
     assert tritonclip.suggest_max_norm(path).spikes[0].step == 6001
 
 
-Norms = Any
-
-
-def with_warmup(n: int = 300, scale: float = 1.0) -> Norms:
+def with_warmup(n=300, scale=1.0):
     """Norms around 1 with 4% spikes of 7, after a warm-up that decays from 30."""
     norms = norms_of(n, spread=0.15, spikes=0.04, height=7.0, seed=2)
     return scale * norms * (1 + 29 * np.exp(-np.arange(n) / 25))
-
-
-@pytest.fixture
-def record_runs(tmp_path):
-    """Records runs into one file, each by a recorder without a checkpoint."""
-
-    def record_runs(*runs: Norms) -> Path:
-        path: Path = tmp_path / "run.csv"
-        for norms in runs:
-            with tritonclip.record(path, append=True) as recorder:
-                for norm in norms:
-                    recorder.add_(float(norm))
-        return path
-
-    return record_runs
 
 
 def test_a_repeated_run_has_the_same_suggestion(record_runs):
@@ -195,18 +172,14 @@ def test_a_warmup_that_is_given_counts_in_each_run(record_runs):
         tritonclip.suggest_max_norm(path, warmup=300)
 
 
-def test_the_limit_in_use_is_that_of_the_run(tmp_path):
-    path = tmp_path / "run.csv"
+def test_the_limit_in_use_is_that_of_the_run(record_runs):
     for limit in (1.0, 3.0):
-        with tritonclip.record(path, append=True) as recorder:
-            for norm in norms_of(300, spikes=0.05):
-                recorder.add_(float(norm), limit=limit)
+        path = record_runs(norms_of(300, spikes=0.05), limit=limit)
     assert "The limit in use, 3, clips" in tritonclip.suggest_max_norm(path).reason
     assert "The limit in use, 1, clips" in tritonclip.suggest_max_norm(path, run=1).reason
 
 
-def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
-    path = tmp_path / "run.csv"
+def test_a_run_that_resumes_from_a_checkpoint_is_one_run(path):
     with tritonclip.record(path) as recorder:
         for norm in norms_of(300):
             recorder.add_(float(norm))
@@ -222,8 +195,7 @@ def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
 
 
 @pytest.mark.parametrize("again", [300, 100, 3])
-def test_step_numbers_that_start_again_begin_a_run(tmp_path, again):
-    path = tmp_path / "run.csv"
+def test_step_numbers_that_start_again_begin_a_run(path, again):
     rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(again, seed=1), 1)]
     path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
