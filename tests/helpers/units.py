@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import tritonclip
 from helpers.cases import grad_of, normal
 from tritonclip import ClipByUnitNorm
 
@@ -92,3 +94,12 @@ def make(
 
 def truths(parameters, rule, scale=1.0):
     return [expected(grad_of(p), p, rule, scale) for p in parameters]
+
+
+def check_clip(parameters: list[torch.nn.Parameter], rule: ClipByUnitNorm, **options: Any) -> Any:
+    """Clips, compares each gradient with the formula, and returns the norms."""
+    expected_grads = truths(parameters, rule, float(options.get("grad_scale", 1.0)))
+    norms = tritonclip.clip_(parameters, rule, **options)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+    return norms

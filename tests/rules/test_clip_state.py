@@ -6,18 +6,20 @@ import copy
 import math
 import pickle
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tritonclip
-from helpers.cases import grad_of, parameters, same_parameters
+from helpers.cases import assert_bits, grad_of, parameters, same_parameters
 from helpers.histories import ADAPTIVE, of_norm, run
 from helpers.serving import decided_on_device
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByValue,
     ClipByZScore,
@@ -25,22 +27,26 @@ from tritonclip import (
 )
 
 
+def _loaded(state: ClipState, **changed: Any) -> ClipState:
+    """A state loaded from a saved one, some of which was changed."""
+    other = ClipState()
+    other.load_state_dict({**copy.deepcopy(state.state_dict()), **changed})
+    return other
+
+
 @pytest.mark.parametrize(
     "rule", [*ADAPTIVE, pytest.param(ClipByNorm(lambda t: 1 / (1 + t)), id="schedule")]
 )
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
-def test_a_resumed_state_clips_as_one_that_went_on(rule, how):
+@pytest.mark.parametrize(
+    "again",
+    [_loaded, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))],
+    ids=["state_dict", "deepcopy", "pickle"],
+)
+def test_a_resumed_state_clips_as_one_that_went_on(rule, again):
     state = ClipState()
     run(rule, state, range(30))
-    if how == "state_dict":
-        other = ClipState()
-        other.load_state_dict(copy.deepcopy(state.state_dict()))
-    else:
-        other = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
-    expected, found = run(rule, state, range(30, 60)), run(rule, other, range(30, 60))
-    assert all(
-        map(torch.equal, [g.nan_to_num() for g in found], [g.nan_to_num() for g in expected])
-    )
+    other = again(state)
+    assert_bits(run(rule, other, range(30, 60)), run(rule, state, range(30, 60)))
     assert other.steps == 60
 
 
@@ -91,14 +97,12 @@ def test_a_state_refuses_another_rule(other):
 def test_a_state_refuses_another_list(rule, n, fresh):
     state = ClipState()
     run(rule, state, range(2))
-    if fresh:
-        saved, state = state.state_dict(), ClipState()
-        state.load_state_dict(saved)
+    state = _loaded(state) if fresh else state
     weights = same_parameters([of_norm(100.0), of_norm(1.0, 3), of_norm(1.0)][:n])
     before = [grad_of(weight).clone() for weight in weights]
     with pytest.raises(ValueError, match=f"norms of 2 parameters, got {n}"):
         tritonclip.clip_(weights, rule, state=state)
-    assert all(map(torch.equal, map(grad_of, weights), before))
+    assert_bits(map(grad_of, weights), before)
 
 
 @pytest.mark.parametrize(
@@ -187,37 +191,24 @@ def test_a_state_of_no_single_norms_follows_a_list_in_another_order(rule):
     assert state.steps == 2
 
 
-def _loaded(state: ClipState) -> ClipState:
-    other = ClipState()
-    other.load_state_dict(state.state_dict())
-    return other
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, _loaded])
 def test_a_copied_state_follows_another_model(again):
     state, rule = ClipState(), ClipByQuantile(0.5, 9)
-    first, second = _given(1.0), _given(3.0)
-    tritonclip.clip_(first, rule, state=state)
+    tritonclip.clip_(_given(1.0), rule, state=state)
     other = again(state)
-    tritonclip.clip_(second, rule, state=other)
+    tritonclip.clip_(_given(3.0), rule, state=other)
     assert other.steps == 2
 
 
 def test_values_saved_in_float32_go_on_in_float64():
     """As a checkpoint that was cast brings them."""
-    rule, state, loaded = ClipByQuantile(0.5, 9), ClipState(), ClipState()
+    rule, state = ClipByQuantile(0.5, 9), ClipState()
     run(rule, state, range(5))
-    saved = state.state_dict()
-    loaded.load_state_dict({**saved, "values": torch.tensor(saved["values"])})
+    loaded = _loaded(state, values=torch.tensor(state.state_dict()["values"]))
     for one in (state, loaded):
         run(rule, one, range(5, 10))
-    torch.testing.assert_close(
-        loaded.state_dict()["values"],
-        state.state_dict()["values"],
-        rtol=1e-6,
-        atol=0,
-        equal_nan=True,
-    )
+    values = [one.state_dict()["values"] for one in (loaded, state)]
+    torch.testing.assert_close(*values, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_state_must_be_a_state():
@@ -228,18 +219,16 @@ def test_state_must_be_a_state():
 def test_a_state_of_another_window_is_refused_by_its_length():
     state = ClipState()
     run(ClipByQuantile(0.7, 20), state, range(2))
-    saved = state.state_dict()
-    saved["values"] = saved["values"][:-3]
-    state.load_state_dict(saved)
+    shorter = _loaded(state, values=state.state_dict()["values"][:-3])
     with pytest.raises(ValueError, match="new ClipState"):
-        run(ClipByQuantile(0.7, 20), state, range(2))
+        run(ClipByQuantile(0.7, 20), shorter, range(2))
 
 
 def test_a_state_may_be_loaded_in_inference_mode():
-    state, other = ClipState(), ClipState()
+    state = ClipState()
     run(ClipByZScore(), state, range(2))
     with torch.inference_mode():
-        other.load_state_dict(state.state_dict())
+        other = _loaded(state)
     run(ClipByZScore(), other, range(2))
     assert other.steps == 4
 
@@ -287,39 +276,17 @@ def test_a_state_begun_in_inference_mode_goes_on(rule):
     state = ClipState()
     with torch.inference_mode():
         run(rule, state, range(12))
-        saved = state.state_dict()
+        loaded = _loaded(state)
     run(rule, state, range(12, 20))
-    loaded = ClipState()
-    loaded.load_state_dict(saved)
     with decided_on_device():
         run(rule, loaded, range(12, 20))
     assert loaded.steps == state.steps == 20
 
 
-@pytest.mark.parametrize("spoil", [lambda v: v.fill_(-2.0), lambda v: v.fill_(math.nan)])
-def test_a_damaged_count_of_norms_is_refused_by_the_next_call(spoil):
-    weight = torch.nn.Parameter(torch.zeros(2))
-    rule, state = tritonclip.ClipByOwnQuantile(0.5, 4), tritonclip.ClipState()
-    weight.grad = torch.ones(2)
-    tritonclip.clip_(weight, rule, state=state)
-    saved = state.state_dict()
-    saved["values"] = torch.tensor(saved["values"])
-    spoil(saved["values"][:, -1])
-    state.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"values that ClipByOwnQuantile.* never leaves"):
-        tritonclip.clip_(weight, rule, state=state)
-    assert weight.grad.tolist() == [1.0, 1.0]
-
-
 def test_rows_of_another_shape_are_of_another_rule():
-    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(5)]
-    rule, state = tritonclip.ClipByOwnQuantile(0.5, 4), tritonclip.ClipState()
-    for weight in weights:
-        weight.grad = torch.ones(2)
+    rule, state, weights = ClipByOwnQuantile(0.5, 4), ClipState(), _given(*[1.0] * 5)
     tritonclip.clip_(weights, rule, state=state)
-    saved = state.state_dict()
-    saved["values"] = torch.zeros(5, dtype=torch.float64)
-    state.load_state_dict(saved)
+    state = _loaded(state, values=torch.zeros(5, dtype=torch.float64))
     with pytest.raises(ValueError, match="state"):
         tritonclip.clip_(weights, rule, state=state)
 
@@ -336,22 +303,21 @@ def test_its_text_counts_calls():
 @pytest.mark.parametrize(
     ("rule", "at", "value"),
     [
-        (tritonclip.ClipByOwnQuantile(0.5, 4), 3, 1.0),
+        (ClipByOwnQuantile(0.5, 4), -1, -2.0),
+        (ClipByOwnQuantile(0.5, 4), -1, math.nan),
+        (ClipByOwnQuantile(0.5, 4), 3, 1.0),
         (ClipByOwnHistory(), 0, 0.0),
         (ClipByOwnHistory(), 1, 0.5),
     ],
-    ids=["slot", "average", "count"],
+    ids=["count below 0", "count nan", "slot", "average", "count"],
 )
 def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
     """A last slot that is filled first, an average of 0, and half a norm."""
-    weight, state = torch.nn.Parameter(torch.zeros(2)), ClipState()
-    weight.grad = torch.ones(2)
-    tritonclip.clip_(weight, rule, state=state)
-    weight.grad = torch.ones(2)
-    saved = state.state_dict()
-    saved["values"] = torch.tensor(saved["values"])
-    saved["values"][:, at] = value
-    state.load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"values that .* never leaves"):
+    state = ClipState()
+    tritonclip.clip_(_given(1.0), rule, state=state)
+    values = torch.tensor(state.state_dict()["values"])
+    values[:, at] = value
+    state, (weight,) = _loaded(state, values=values), _given(1.0)
+    with pytest.raises(ValueError, match=rf"values that {type(rule).__name__}.* never leaves"):
         tritonclip.clip_(weight, rule, state=state)
-    assert weight.grad.tolist() == [1.0, 1.0]
+    assert grad_of(weight).tolist() == [1.0]
