@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tritonclip
-from helpers.cases import grad_of
+from helpers.cases import grad_of, parameter
 from tritonclip import AdaptiveRule, ClipByGlobalNorm, ClippedOptimizer, ClipState, Rule
 from tritonclip.rules import Measured
 
@@ -42,21 +42,15 @@ class Mean(AdaptiveRule):
         return limit, torch.stack([total + norm, n + 1], dim=-1)
 
 
-def weight_of(grad: list[float], device: torch.device | None = None) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.zeros(2, device=device))
-    weight.grad = torch.tensor(grad, device=device)
-    return weight
-
-
-def three_four(device: torch.device | None = None) -> torch.nn.Parameter:
-    return weight_of([3.0, 4.0], device)
+def three_four(device: torch.device | None = None) -> Tensor:
+    return parameter(torch.tensor([3.0, 4.0], device=device))
 
 
 @pytest.mark.parametrize(
     ("norm", "after"), [(4.0, 0.8), (0.0, 0.0), (math.inf, 0.0), (math.nan, math.nan)]
 )
 def test_norm_type_and_eps_have_defaults_that_pass_nan_and_zero(device, norm, after):
-    weight = weight_of([norm, 0.0], device)
+    weight = parameter(torch.tensor([norm, 0.0], device=device))
     tritonclip.clip_(weight, Smooth())
     finite = grad_of(weight)[0 if math.isfinite(norm) else 1].cpu()
     torch.testing.assert_close(finite, torch.tensor(after), equal_nan=True)
@@ -70,14 +64,9 @@ def test_a_mutable_rule_follows_norms(device):
     assert float(grad_of(weight).norm()) == pytest.approx(0.5)
 
 
-def test_a_subclass_that_overrides_limit_is_asked(device):
-    class Half(ClipByGlobalNorm):
-        def limit(self, measured: Measured) -> Any:
-            return 0.5 * self.max_norm  # type: ignore[operator]
-
-    weight = three_four(device)
-    tritonclip.clip_(weight, Half(1.0))
-    assert float(grad_of(weight).norm()) == pytest.approx(0.5)
+class HalfOfLimit(ClipByGlobalNorm):
+    def limit(self, measured: Measured) -> Any:
+        return 0.5 * self.max_norm  # type: ignore[operator]
 
 
 class Halving:
@@ -90,22 +79,28 @@ class LimitOne:
         return torch.ones_like(norm), state
 
 
-def test_a_mixin_that_overrides_limit_is_asked(device):
-    class Half(Halving, ClipByGlobalNorm):
-        pass
+class HalfByMixin(Halving, ClipByGlobalNorm):
+    pass
 
+
+class OneByMixin(LimitOne, tritonclip.ClipByZScore):
+    pass
+
+
+class Nothing(Rule):
+    def limit(self, measured: Measured) -> Any:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "after"),
+    [(HalfOfLimit(1.0), 0.5), (HalfByMixin(100.0), 2.5), (OneByMixin(), 1.0), (Nothing(), 0.0)],
+    ids=["limit of a subclass", "limit of a mixin", "advance of a mixin", "zero"],
+)
+def test_a_method_that_is_overridden_is_asked(device, rule, after):
     weight = three_four(device)
-    tritonclip.clip_(weight, Half(100.0))
-    assert float(grad_of(weight).norm()) == pytest.approx(2.5)
-
-
-def test_a_mixin_that_overrides_advance_is_asked(device):
-    class One(LimitOne, tritonclip.ClipByZScore):
-        pass
-
-    weight = three_four(device)
-    tritonclip.clip_(weight, One(), state=ClipState())
-    assert float(grad_of(weight).norm()) == pytest.approx(1.0)
+    tritonclip.clip_(weight, rule, state=ClipState() if isinstance(rule, AdaptiveRule) else None)
+    assert float(grad_of(weight).norm()) == pytest.approx(after)
 
 
 @pytest.mark.parametrize(
@@ -162,38 +157,23 @@ def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
         tritonclip.clip_backward(torch.ones(2), Half(1.0))
 
 
-class NoLimit(Rule):
-    """Lacks its method."""
+def _own(parent: type[Rule] = Rule, **members: Any) -> Any:
+    """A rule of a class with these members."""
+    return type("Own", (parent,), members)()
 
 
-class NoStart(AdaptiveRule):
-    """Lacks both methods."""
+def _limiting(result: Any) -> Any:
+    return _own(limit=lambda self, measured: result)
 
 
-def _limiting(result: Any) -> Rule:
-    class Own(Rule):
-        def limit(self, measured: Measured) -> Any:
-            return result
-
-    return Own()
-
-
-def _advancing(start: Any, advance: Any, *, each: bool = False) -> Rule:
-    class Own(AdaptiveRule):
-        per_gradient: ClassVar[bool] = each
-
-        def start(self) -> Any:
-            return start
-
-        def advance(self, state: Tensor, norm: Tensor) -> Any:
-            return advance(state, norm)
-
-    return Own()
+def _advancing(start: Any, advance: Any, *, each: bool = False) -> Any:
+    members = {"start": lambda self: start, "advance": advance, "per_gradient": each}
+    return _own(AdaptiveRule, **members)
 
 
 WRONG = [
-    pytest.param(NoLimit(), NotImplementedError, "expected a method limit", id="no-limit"),
-    pytest.param(NoStart(), NotImplementedError, "expected a method start", id="no-start"),
+    pytest.param(_own(), NotImplementedError, "expected a method limit", id="no-limit"),
+    pytest.param(_own(AdaptiveRule), NotImplementedError, "expected a method start", id="no-start"),
     pytest.param(_limiting(None), TypeError, "limit of Own must be a number", id="none"),
     pytest.param(_limiting("1"), TypeError, "limit of Own must be a number", id="text"),
     pytest.param(_limiting(-1.0), ValueError, "0 or more, got -1.0", id="negative"),
@@ -205,10 +185,13 @@ WRONG = [
     ),
     pytest.param(_advancing(0.0, None), TypeError, r"such as \(0.0, 0.0\), got 0.0", id="start"),
     pytest.param(
-        _advancing((0.0,), lambda state, norm: norm), TypeError, "two tensors", id="one-result"
+        _advancing((0.0,), lambda self, state, norm: norm),
+        TypeError,
+        "two tensors",
+        id="one-result",
     ),
     pytest.param(
-        _advancing((0.0,), lambda state, norm: (state, norm), each=True),
+        _advancing((0.0,), lambda self, state, norm: (state, norm), each=True),
         TypeError,
         r"a state of shape \(1, 1\) as the state; got \[\(1, 1\), \(1,\)\]",
         id="swapped",
@@ -259,13 +242,3 @@ def test_torch_compile_runs_the_call_eagerly():
     weight = three_four()
     assert clip(weight) == 5.0
     assert float(grad_of(weight).norm()) == pytest.approx(5 / 6)
-
-
-def test_a_limit_of_zero_leaves_nothing(device):
-    class Nothing(Rule):
-        def limit(self, measured: Measured) -> Any:
-            return 0
-
-    weight = three_four(device)
-    tritonclip.clip_(weight, Nothing())
-    assert grad_of(weight).tolist() == [0.0, 0.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 from tritonclip.rules import Measured, Rule
 
 SIZES = (5, 0, 3 * CHUNK + 7, 40, 1)
+FEW = (5, 40, 3)
 
 
 @dataclass(frozen=True)
 class Following(Rule):
-    """A rule in a file of its own: the limit is a share of the norm, computed on the device."""
+    """The limit is a share of the norm, computed on the device."""
 
     share: float
     norm_type: float = 2.0
@@ -30,7 +31,6 @@ class Following(Rule):
         return measured.norm() * self.share
 
 
-@dataclass(frozen=True)
 class FollowingEach(Following):
     """As above, with a norm and a limit for each gradient."""
 
@@ -49,7 +49,6 @@ class Given(Rule):
         return self.max_norm
 
 
-@dataclass(frozen=True)
 class GivenEach(Given):
     per_gradient: ClassVar[bool] = True
 
@@ -73,24 +72,25 @@ LISTS = [
 ]
 
 
+def assert_same(make: Any, device: torch.device, rule: Rule, other: Rule) -> None:
+    """Two rules measure and clip alike."""
+    ours, theirs = make(device), make(device)
+    assert_bits([clipped(ours, rule), *ours], [clipped(theirs, other), *theirs])
+
+
 @pytest.mark.parametrize("make", LISTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_a_limit_in_a_tensor_clips_as_its_number(device, make, dtype, shape):
-    ours, theirs = make(device), make(device)
     limit = torch.full(shape, 0.625, dtype=dtype, device=device)
-    norm = clipped(ours, Given(limit))
-    expected = clipped(theirs, ClipByGlobalNorm(0.625))
-    assert_bits([norm, *ours], [expected, *theirs])
+    assert_same(make, device, Given(limit), ClipByGlobalNorm(0.625))
 
 
 @pytest.mark.parametrize("make", LISTS)
-def test_one_limit_in_a_tensor_serves_each_gradient(device, make):
-    ours, theirs = make(device), make(device)
-    limit = torch.tensor(0.625, device=device)
-    norms = clipped(ours, GivenEach(limit))
-    expected = clipped(theirs, ClipByNorm(0.625))
-    assert_bits([norms, *ours], [expected, *theirs])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_one_limit_in_a_tensor_serves_each_gradient(device, make, shape):
+    limit = torch.full(shape, 0.625, device=device)
+    assert_same(make, device, GivenEach(limit), ClipByNorm(0.625))
 
 
 @pytest.mark.parametrize("make", LISTS)
@@ -108,24 +108,20 @@ def test_each_gradient_has_the_limit_of_its_place(device, make):
         torch.testing.assert_close(grads[i], twin)
 
 
-def test_a_limit_follows_the_norm_of_the_call(device):
-    grads = of_sizes(SIZES, torch.float32, device)
+@pytest.mark.parametrize(
+    ("rule", "sizes", "expected"),
+    [(Following(0.25), SIZES, reference.total_norm), (FollowingEach(0.25), FEW, reference.norms)],
+    ids=["call", "each gradient"],
+)
+def test_a_limit_follows_the_norm(device, rule, sizes, expected):
+    grads = of_sizes(sizes, torch.float32, device)
     before = copies(grads)
-    norm = clipped(grads, Following(0.25))
-    assert_norm(norm, reference.total_norm(before))
-    assert_bits(grads, [grad * 0.25 for grad in before])
-
-
-def test_a_limit_follows_the_norm_of_each_gradient(device):
-    grads = of_sizes((5, 40, 3), torch.float32, device)
-    before = copies(grads)
-    norms = clipped(grads, FollowingEach(0.25))
-    assert_norm(norms, [reference.total_norm([grad]) for grad in before])
+    assert_norm(clipped(grads, rule), expected(before))
     assert_bits(grads, [grad * 0.25 for grad in before])
 
 
 def test_a_limit_follows_the_norm_after_division_by_the_loss_scale(device):
-    grads = of_sizes((5, 40, 3), torch.float32, device)
+    grads = of_sizes(FEW, torch.float32, device)
     before = copies(grads)
     tritonclip.clip_(parameters(grads), Following(0.25), grad_scale=8.0)
     assert_bits(grads, [grad * (0.25 / 8) for grad in before])
@@ -134,7 +130,7 @@ def test_a_limit_follows_the_norm_after_division_by_the_loss_scale(device):
 @pytest.mark.parametrize("rule", [Following(0.25), FollowingEach(0.25)], ids=["all", "each"])
 def test_verify_passes_a_limit_that_follows(device, rule):
     with tritonclip.verify():
-        tritonclip.clip_(parameters(of_sizes((5, 40, 3), torch.float32, device)), rule)
+        tritonclip.clip_(parameters(of_sizes(FEW, torch.float32, device)), rule)
 
 
 def test_the_wrapper_takes_a_new_rule(device):
@@ -147,17 +143,9 @@ def test_the_wrapper_takes_a_new_rule(device):
 
 
 @pytest.mark.parametrize("make", LISTS)
-def test_limits_may_have_gaps_or_be_one(device, make):
-    ours, theirs = make(device), make(device)
-    n = len(ours)
-    spread = torch.arange(1.0, 2 * n + 1, device=device)[::2] / 8
-    norms = clipped(ours, GivenEach(spread))
-    assert_bits([norms, *ours], [clipped(theirs, GivenEach(spread.clone())), *theirs])
-    ours, theirs = make(device), make(device)
-    one = torch.full((1,), 0.625, device=device)
-    assert_bits(
-        [clipped(ours, GivenEach(one)), *ours], [clipped(theirs, ClipByNorm(0.625)), *theirs]
-    )
+def test_limits_may_have_gaps(device, make):
+    spread = (torch.arange(1.0, 2 * len(make("cpu")) + 1, device=device) / 8)[::2]
+    assert_same(make, device, GivenEach(spread), GivenEach(spread.contiguous()))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +154,7 @@ def test_limits_may_have_gaps_or_be_one(device, make):
     ids=["each", "global"],
 )
 def test_limits_of_another_number_are_refused(device, rule, said):
-    grads = of_sizes((5, 40, 3), torch.float32, device)
+    grads = of_sizes(FEW, torch.float32, device)
     before = copies(grads)
     with pytest.raises(ValueError, match=said):
         clipped(grads, rule(torch.ones(2, device=device)))
