@@ -22,9 +22,13 @@ COMMANDS = ("doctor", "run", "compare", "find", "suggest", "plot")
 
 @pytest.fixture
 def path(tmp_path):
+    return tmp_path / "run.csv"
+
+
+@pytest.fixture
+def spiky(path):
     """The file of a run with 3% spikes."""
     numbers = random.Random(0)
-    path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:
         for step in range(600):
             norm = numbers.lognormvariate(0.0, 0.2)
@@ -32,10 +36,38 @@ def path(tmp_path):
     return path
 
 
-def test_suggest_prints_candidates_spikes_and_the_recommendation(path, capsys):
-    suggestion = tritonclip.suggest_max_norm(path)
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
+@pytest.fixture
+def run(capsys):
+    """Runs a command, which ends with a status; what it printed."""
+
+    def run(*arguments, status=0):
+        assert main([*map(str, arguments)]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def drawn(path, run):
+    """Draws the run; the text of the figure."""
+
+    def drawn(*options):
+        figure = path.with_suffix(".svg")
+        run("plot", path, "--out", figure, *options)
+        return figure.read_text()
+
+    return drawn
+
+
+def rows_of(table):
+    """The cells of each row that `suggest` printed."""
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_suggest_prints_candidates_spikes_and_the_recommendation(spiky, run):
+    suggestion = tritonclip.suggest_max_norm(spiky)
+    printed = run("suggest", spiky).out
     lines = printed.splitlines()
     assert lines[-1] == f"max_norm: {suggestion.max_norm:g}"
     assert suggestion.reason[:50] in printed
@@ -48,33 +80,28 @@ def test_suggest_prints_candidates_spikes_and_the_recommendation(path, capsys):
         assert f"{spike.norm:.4g} at step {spike.step}" in printed
 
 
-def test_suggest_says_where_no_step_stands_out(tmp_path, capsys):
-    path = tmp_path / "run.jsonl"
+def test_suggest_says_where_no_step_stands_out(path, run):
+    path = path.with_suffix(".jsonl")
     with tritonclip.record(path) as recorder:
         for step in range(100):
             recorder.add_(1.0 + step % 7 / 10 + step / 1e4)
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run("suggest", path).out
     assert "No step stands out" in printed
     assert printed.endswith("max_norm: none\n")
 
 
-def test_suggest_says_where_something_else_clipped(tmp_path, capsys):
-    path = tmp_path / "run.csv"
+def test_suggest_says_where_something_else_clipped(path, run):
     path.write_text("norm\n" + "".join(f"{min(1, 0.5 + i % 7 / 10)}\n" for i in range(99)))
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run("suggest", path).out
     assert "something clips before the norm is measured" in printed
     assert printed.endswith("max_norm: none\n")
     assert "clips  " not in printed
 
 
-def test_suggest_names_a_limit_beside_drift_as_second_best(tmp_path, capsys):
-    path = tmp_path / "run.csv"
+def test_suggest_names_a_limit_beside_drift_as_second_best(path, run):
     norms = [(30 if i % 30 == 29 else 1 + i % 7 / 10) * 0.99**i for i in range(400)]
     path.write_text("norm\n" + "".join(f"{norm}\n" for norm in norms))
-    assert main(["suggest", str(path)]) == 0
-    assert capsys.readouterr().out.endswith(", if the limit has to be fixed\n")
+    assert run("suggest", path).out.endswith(", if the limit has to be fixed\n")
 
 
 @pytest.mark.parametrize(
@@ -86,35 +113,25 @@ def test_suggest_names_a_limit_beside_drift_as_second_best(tmp_path, capsys):
     ],
     ids=["none", "nan", "zero"],
 )
-def test_suggest_counts_only_what_was_left_out(tmp_path, capsys, bad, said):
-    path = tmp_path / "run.csv"
+def test_suggest_counts_only_what_was_left_out(path, run, bad, said):
     path.write_text("\n".join(["norm", *bad, *(str(1 + i % 7) for i in range(40))]))
-    assert main(["suggest", str(path)]) == 0
-    assert f"; {said}.\n" in capsys.readouterr().out
+    assert f"; {said}.\n" in run("suggest", path).out
 
 
-def test_suggest_prints_the_largest_gradients_and_names_dead_ones(tmp_path, capsys):
-    path = tmp_path / "run.csv"
+def test_suggest_prints_the_largest_gradients_and_names_dead_ones(path, run, drawn):
     with tritonclip.record(path) as recorder:
         for step in range(40):
             norms = {"body[0]": 1.0, "head": 3.0 + step, "dead": 0.0, "late": float(step < 39)}
             recorder.add_(4.0 + step % 7, norms=norms)
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
-    table = printed[printed.index("the largest of 4 norms by name") :]
-    rows = [line.split("│")[1:-1] for line in table.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["head", "22.5", "42", "40"],
-        ["body[0]", "1", "1", "1"],
-        ["late", "1", "1", "1"],
-    ]
+    printed = run("suggest", path).out
+    rows = rows_of(printed[printed.index("the largest of 4 norms by name") :])
+    ones = ["1", "1", "1"]
+    assert rows == [["head", "22.5", "42", "40"], ["body[0]", *ones], ["late", *ones]]
     assert printed.endswith("0 in the last 40 steps: dead\n0 in the last step: late\n")
-    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
-    assert "body[0]" in (tmp_path / "run.svg").read_text()
+    assert "body[0]" in drawn()
 
 
-def test_suggest_prints_the_statistics_that_were_recorded(tmp_path, capsys):
-    path = tmp_path / "run.csv"
+def test_suggest_prints_the_statistics_that_were_recorded(path, run, drawn):
     model = torch.nn.Linear(4, 2)
     with tritonclip.record(path, each=True, statistics=True) as recorder:
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
@@ -125,82 +142,69 @@ def test_suggest_prints_the_statistics_that_were_recorded(tmp_path, capsys):
             assert model.weight.grad is not None
             model.weight.grad[:, : 2 + step % 2] = 0.0
             optimizer.step()
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
-    rows = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│ weight")]
-    assert [cell.strip() for cell in rows[0]][-2:] == ["7", "62.5%"]
+    printed = run("suggest", path).out
+    weight = next(row for row in rows_of(printed) if row[0] == "weight")
+    assert weight[-2:] == ["7", "62.5%"]
     assert printed.endswith("most zeros: weight 62.5%\n")
-    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
-    assert "62% zeros" in (tmp_path / "run.svg").read_text()
+    assert "62% zeros" in drawn()
 
 
-def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
-    assert main(["suggest", str(path), "--warmup", "100"]) == 0
-    assert "by the norms of 500 steps, without a warm-up of 100 steps" in capsys.readouterr().out
+def test_suggest_leaves_out_the_warmup_that_is_given(spiky, run):
+    printed = run("suggest", spiky, "--warmup", 100).out
+    assert "by the norms of 500 steps, without a warm-up of 100 steps" in printed
 
 
-def test_suggest_and_plot_take_one_of_several_runs(path, tmp_path, capsys):
-    with tritonclip.record(path, append=True) as recorder:
+def test_suggest_and_plot_take_one_of_several_runs(spiky, run, drawn):
+    with tritonclip.record(spiky, append=True) as recorder:
         for step in range(40):
             recorder.add_(100.0 + step % 7)
-    assert main(["suggest", str(path)]) == 0
-    assert "Judged by the norms of 600 steps of run 1; no norm is" in capsys.readouterr().out
-    assert main(["suggest", str(path), "--run", "2"]) == 0
-    assert "Judged by the norms of 40 steps of run 2; no norm is" in capsys.readouterr().out
-    figure = tmp_path / "two.svg"
-    for options, names in ([], ["run 1", "run 2"]), (["--run", "2"], []):
-        assert main(["plot", str(path), "--out", str(figure), *options]) == 0
-        text = figure.read_text()
+    said = "Judged by the norms of {} steps of run {}; no norm is"
+    assert said.format(600, 1) in run("suggest", spiky).out
+    assert said.format(40, 2) in run("suggest", spiky, "--run", 2).out
+    for options, names in ([], ["run 1", "run 2"]), (["--run", 2], []):
+        text = drawn(*options)
         assert [name for name in ("run 1", "run 2") if f">{name}<" in text] == names
-    capsys.readouterr()
     for command in ("suggest", "plot"):
-        assert main([command, str(path), "--run", "3"]) == 1
-        assert "run must be the number of a run, 1 to 2" in capsys.readouterr().err
+        failed = run(command, spiky, "--run", 3, status=1)
+        assert "run must be the number of a run, 1 to 2" in failed.err
 
 
 @pytest.mark.parametrize("out", ["a.png", "a.svg", None])
-def test_plot_writes_a_figure_and_prints_its_path(path, tmp_path, capsys, out):
-    target = path.with_suffix(".png") if out is None else tmp_path / out
-    options = [] if out is None else ["--out", str(target)]
-    assert main(["plot", str(path), *options]) == 0
-    assert capsys.readouterr().out == f"{target}\n"
+def test_plot_writes_a_figure_and_prints_its_path(spiky, tmp_path, run, out):
+    target = spiky.with_suffix(".png") if out is None else tmp_path / out
+    options = [] if out is None else ["--out", target]
+    assert run("plot", spiky, *options).out == f"{target}\n"
     assert target.stat().st_size > 5000
 
 
-def test_plot_replaces_a_figure_only_where_it_is_named(path, capsys):
-    target = path.with_suffix(".png")
+def test_plot_replaces_a_figure_only_where_it_is_named(spiky, run):
+    target = spiky.with_suffix(".png")
     target.write_text("mine")
-    assert main(["plot", str(path)]) == 1
-    assert f"write --out {target}" in capsys.readouterr().err
+    assert f"write --out {target}" in run("plot", spiky, status=1).err
     assert target.read_text() == "mine"
-    assert main(["plot", str(path), "--out", str(target)]) == 0
+    run("plot", spiky, "--out", target)
     assert target.stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
     "name", ["$\\frac{$", "\ud800", "\x1b[31m", ":smile: [bold]", "a\nb", " a, 'b\" "]
 )
-def test_names_are_shown_as_text(tmp_path, capsys, name):
+def test_names_are_shown_as_text(path, run, drawn, name):
     """Neither as formulas, nor as markup, nor as codes of a terminal."""
-    path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:
         for step in range(40):
             recorder.add_(4.0 + step % 7, norms={name: 2.0, f"{name}dead": 0.0})
-    assert main(["suggest", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = run("suggest", path).out
     assert f"│ {printable(name)} │" in printed
     assert printed.endswith(f"0 in the last 40 steps: {printable(name)}dead\n")
     assert printed.replace("\n", "").isprintable()
-    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
-    figure = "".join(ET.parse(tmp_path / "run.svg").getroot().itertext())
+    figure = "".join(ET.fromstring(drawn()).itertext())
     assert printable(name).strip() in figure
 
 
-def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(tmp_path, capsys):
-    path = tmp_path / "run.csv"
+def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(path, run):
     path.write_text("norm\n1\n2\n")
-    assert main(["plot", str(path)]) == 0
-    assert "The figure has no candidates: expected at least 20" in capsys.readouterr().err
+    assert "The figure has no candidates: expected at least 20" in run("plot", path).err
     assert path.with_suffix(".png").exists()
 
 
@@ -214,12 +218,10 @@ def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(tmp_path, capsys):
     ],
     ids=["missing", "other", "empty"],
 )
-def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command, text, message):
-    path = tmp_path / "run.csv"
+def test_a_file_that_is_no_history_ends_with_a_message(path, run, command, text, message):
     if text is not None:
         path.write_text(text)
-    assert main([command, str(path)]) == 1
-    printed = capsys.readouterr()
+    printed = run(command, path, status=1)
     assert not printed.out
     assert printed.err.startswith("Error: ")
     assert message in printed.err
@@ -238,83 +240,65 @@ def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command
     ],
     ids=["command", "no target", "no script", "no file", "warmup", "two files"],
 )
-def test_wrong_usage_ends_with_status_2(capsys, arguments):
-    assert main(arguments) == 2
-    assert "usage: python -m tritonclip" in capsys.readouterr().err
+def test_wrong_usage_ends_with_status_2(run, arguments):
+    assert "usage: python -m tritonclip" in run(*arguments, status=2).err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [["run", "--bogus", "x.py"], ["suggest", "a.csv", "--bogus"], ["doctor", "--bogus"]],
 )
-def test_an_unknown_option_is_answered_by_the_usage_of_its_command(capsys, arguments):
-    assert main(arguments) == 2
-    first, *_, last = capsys.readouterr().err.splitlines()
+def test_an_unknown_option_is_answered_by_the_usage_of_its_command(run, arguments):
+    first, *_, last = run(*arguments, status=2).err.splitlines()
     assert first.startswith(f"usage: python -m tritonclip {arguments[0]} ")
     assert last.endswith("unrecognized arguments: --bogus")
 
 
 @pytest.mark.parametrize("options", [[], ["--compare"], ["-m"]], ids=["none", "compare", "-m"])
-def test_run_without_a_script_asks_for_a_script_or_a_module(capsys, options):
-    assert main(["run", *options]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+def test_run_without_a_script_asks_for_a_script_or_a_module(run, options):
+    last = run("run", *options, status=2).err.splitlines()[-1]
     assert last.endswith("the following arguments are required: SCRIPT or -m MODULE")
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_names_every_command(capsys, option):
-    assert main([option]) == 0
-    printed = capsys.readouterr().out
+def test_help_names_every_command(run, option):
+    printed = run(option).out
     assert all(f"\n    {command} " in printed for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
-    assert main([command, "-h"]) == 0
-    assert f"usage: python -m tritonclip {command}" in capsys.readouterr().out
+def test_every_command_has_help(run, command):
+    assert f"usage: python -m tritonclip {command}" in run(command, "-h").out
 
 
-def test_version_is_that_of_the_package(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"tritonclip {tritonclip.__version__}\n"
+def test_version_is_that_of_the_package(run):
+    assert run("--version").out == f"tritonclip {tritonclip.__version__}\n"
 
 
-def test_a_command_that_fails_ends_the_program_with_status_1(tmp_path):
-    failed = python("-m", "tritonclip", "suggest", str(tmp_path / "run.csv"))
+def test_a_command_that_fails_ends_the_program_with_status_1(path):
+    failed = python("-m", "tritonclip", "suggest", str(path))
     assert failed.returncode == 1
     assert "expected a history file, got none" in failed.stderr
 
 
-def test_suggest_prints_its_result_without_rich(path, capsys, monkeypatch):
+def test_suggest_prints_its_result_without_rich(spiky, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    suggestion = tritonclip.suggest_max_norm(path)
-    assert main(["suggest", str(path)]) == 0
-    printed, limit, remedy = capsys.readouterr().out.rstrip().rsplit("\n", 2)
+    suggestion = tritonclip.suggest_max_norm(spiky)
+    printed, limit, remedy = run("suggest", spiky).out.rstrip().rsplit("\n", 2)
     assert printed.endswith(f"\n{suggestion}")
     assert limit == f"max_norm: {suggestion.max_norm:g}"
     assert remedy.endswith('pip install "tritonclip[monitor]"')
 
 
-MISSING = """
-import sys
-from tritonclip.cli import main
-for package in ("matplotlib", "numpy"):
-    sys.modules[package] = None
-    print(f"plot without {package}:", main(["plot", "a.csv"]), file=sys.stderr)
-    del sys.modules[package]
-"""
-
-
-def test_a_missing_extra_is_named_with_the_command_that_installs_it():
-    done = python("-c", MISSING)
-    for package in ("matplotlib", "numpy"):
-        said, found, rest = done.stderr.partition(f"plot without {package}: 1\n")
-        assert found
-        assert f"needs {package}, which is not installed" in said
-        assert 'pip install "tritonclip[monitor]"' in said
-        assert "tritonclip suggest works without it" in said
-        assert "Traceback" not in said
-        done.stderr = rest
+@pytest.mark.parametrize("package", ["matplotlib", "numpy"])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from tritonclip.cli import main"
+    done = python("-c", f"{code}; sys.exit(main(['plot', 'a.csv']))")
+    assert done.returncode == 1
+    assert f"needs {package}, which is not installed" in done.stderr
+    assert 'pip install "tritonclip[monitor]"' in done.stderr
+    assert "tritonclip suggest works without it" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # torch first: what torch imports by itself is not ours.

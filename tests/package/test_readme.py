@@ -6,7 +6,6 @@ The blocks of the README share their names, those of docs/ with the blocks of th
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import itertools
 import random
@@ -82,92 +81,61 @@ def _loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@contextlib.contextmanager
-def _lightning(names: dict[str, Any]) -> Iterator[None]:
+def _lightning(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     names["lightning"] = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
-    yield
 
 
-@contextlib.contextmanager
-def _trainer(names: dict[str, Any]) -> Iterator[None]:
+def _trainer(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """A language model of a few hundred weights, and texts for two batches."""
     transformers = pytest.importorskip(
         "transformers", reason="needs tritonclip[integrations]", exc_type=ImportError
     )
+    request.getfixturevalue("fresh_accelerate")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 4, "vocab_size": 7}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     texts = torch.arange(16)[:, None].add(torch.arange(4)) % 7
     names["transformers"] = transformers
     names["model"] = transformers.GPT2LMHeadModel(config)
     names["data"] = [{"input_ids": row, "labels": row} for row in texts]
-    with _accelerate({}):
-        yield
 
 
-@contextlib.contextmanager
-def _accelerate(names: dict[str, Any]) -> Iterator[None]:
-    """Accelerate keeps its state in the process."""
+def _accelerate(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
-    reset = accelerate.state.AcceleratorState._reset_state
-    reset(reset_partial_state=True)
-    if names:
-        names["accelerator"] = accelerate.Accelerator(cpu=True)
-        batches: Any = torch.ones(8, 3)
-        names["loader"] = torch.utils.data.DataLoader(batches, 4)
-    yield
-    reset(reset_partial_state=True)
+    request.getfixturevalue("fresh_accelerate")
+    names["accelerator"] = accelerate.Accelerator(cpu=True)
+    batches: Any = torch.ones(8, 3)
+    names["loader"] = torch.utils.data.DataLoader(batches, 4)
 
 
-@contextlib.contextmanager
-def _opacus(names: dict[str, Any]) -> Iterator[None]:
+def _opacus(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     pytest.importorskip("opacus", reason="needs tritonclip[test]")
-    yield
 
 
-@contextlib.contextmanager
-def _muon(names: dict[str, Any]) -> Iterator[None]:
+def _muon(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("needs torch 2.9, the first with Muon")
-    yield
 
 
-@contextlib.contextmanager
-def _compile(names: dict[str, Any]) -> Iterator[None]:
+def _compile(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Graphs of torch.compile, without the code that Inductor takes seconds to compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-        yield
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    request.getfixturevalue("monkeypatch").setattr(torch, "compile", compiled)
 
 
-@contextlib.contextmanager
-def _long_run(names: dict[str, Any]) -> Iterator[None]:
+def _long_run(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Some hundred steps."""
     names["loader"] = names["loader"] * 50
-    yield
 
 
-@contextlib.contextmanager
-def _short(names: dict[str, Any]) -> Iterator[None]:
+def _short(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Trials and measurements that are shorter than by default."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, length, value in (("find_max_norm", "steps", 30), ("compare", "seconds", 0.1)):
-            shorter = functools.partial(getattr(tritonclip, name), **{length: value})
-            patch.setattr(tritonclip, name, shorter)
-        yield
+    for name, length, value in (("find_max_norm", "steps", 30), ("compare", "seconds", 0.1)):
+        shorter = functools.partial(getattr(tritonclip, name), **{length: value})
+        request.getfixturevalue("monkeypatch").setattr(tritonclip, name, shorter)
 
 
-@contextlib.contextmanager
-def _tutorial(names: dict[str, Any]) -> Iterator[None]:
-    """Clipping helps as the page says."""
-    pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    (without, found) = names["results"].values()
-    assert max(without) + 0.1 < min(found)
-
-
-SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
+SECTIONS = _sections()
+SETTINGS: dict[str, Callable[[dict[str, Any], pytest.FixtureRequest], None]] = {
     "trainers-pytorch-lightning": _lightning,
     "trainers-hugging-face-trainer": _trainer,
     "trainers-accelerate": _accelerate,
@@ -177,8 +145,16 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "choosing_max_norm-record-and-ask": _long_run,
     "comparing-on-a-model": _short,
     "finding_max_norm-finding-a-limit-by-trying": _short,
-    "tutorial-tutorial-from-no-clipping-to-a-limit": _tutorial,
 }
+TUTORIAL = "tutorial-tutorial-from-no-clipping-to-a-limit"
+
+
+def _run(section: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The names of a section after its blocks ran."""
+    names = given or _names()
+    for block in SECTIONS[section]:
+        exec(block, names)
+    return names
 
 
 def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,22 +182,35 @@ def torchs_functions() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
 # Of torch, about the hooks of Opacus where inputs need no gradient.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize(("section", "blocks"), [*_sections().items()], ids=[*_sections()])
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != TUTORIAL])
 def test_docs_code_runs(
-    section: str, blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = _names()
+    if section in SETTINGS:
+        SETTINGS[section](names, request)
 
-    with SETTINGS.get(section, contextlib.nullcontext)(names):
-        for block in blocks:
-            exec(block, names)
+    _run(section, names)
+
+
+@pytest.mark.usefixtures("set_threads")
+def test_docs_tutorial_runs_and_clipping_helps_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
+    monkeypatch.chdir(tmp_path)
+
+    (without, found) = _run(TUTORIAL)["results"].values()
+
+    assert max(without) + 0.1 < min(found)
 
 
 def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
-    names = _names()
-    for block in _sections()["optimizer-parameter-groups"]:
-        exec(block, names)
+    names = _run("optimizer-parameter-groups")
     critic = names["critic"]
     for part in vars(critic).values():
         part.weight.grad, part.bias.grad = torch.full((2, 3), 9.0), torch.full((2,), 9.0)
@@ -235,9 +224,7 @@ def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped() -> None:
-    names = _names()
-    for block in _sections()["recipes-muon-and-other-matrix-optimizers"]:
-        exec(block, names)
+    names = _run("recipes-muon-and-other-matrix-optimizers")
     model = names["model"]
     for optimizer in (names["adamw"], names["optimizer"]):
         model.weight.grad, model.bias.grad = torch.full((2, 3), 9.0), torch.tensor([3.0, 4.0])
@@ -251,9 +238,7 @@ def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped() -> N
 
 def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level() -> None:
     """Norms about 400, where a bound of 100 would leave out every step, then about 4."""
-    names = _names()
-    for block in _sections()["recipes-reinforcement-learning"]:
-        exec(block, names)
+    names = _run("recipes-reinforcement-learning")
     optimizer, (weight, bias) = names["optimizer"], names["model"].parameters()
     numbers = random.Random(0)
     for step in range(400):
@@ -380,9 +365,8 @@ def test_pre_commit_runs_the_pinned_ruff() -> None:
     if not (ROOT / ".pre-commit-config.yaml").exists():
         pytest.skip("an archive has no settings of git")
     pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    hook = re.search(
-        r"^    rev: v(\S+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
-    )
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    hook = re.search(r"^    rev: v(\S+)$", hooks, re.MULTILINE)
 
     assert pinned is not None
     assert hook is not None
