@@ -19,6 +19,7 @@ from helpers.cases import (
     copies,
     grad_of,
     normal,
+    unchanged,
 )
 from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, accumulate_
@@ -43,6 +44,10 @@ def micro_gradients(params: Sequence[Tensor], step: int, size: float = 1.0) -> l
     ]
 
 
+def micro_batches(params: Sequence[Tensor], n: int = 2) -> list[list[Tensor]]:
+    return [micro_gradients(params, step) for step in range(n)]
+
+
 def norm_of(micro_batch: MicroBatch) -> Tensor:
     assert micro_batch.norm is not None
     return micro_batch.norm
@@ -65,6 +70,21 @@ def clipped_by_hand(grads: Sequence[Tensor | None], limit: float, p: float = 2.0
     return [None if g is None else g * factor for g in wide]
 
 
+def accumulated(
+    params: Sequence[Tensor], steps: Any, p: float = 2.0, given: Any = None
+) -> list[Any]:
+    """Adds up the gradients of micro-batches; what each of them adds, by hand."""
+    parts = []
+    for grads in steps:
+        rule = ClipByGlobalNorm(0.5, p)
+        with accumulate_(params if given is None else given, rule) as micro_batch:
+            backward(params, grads)
+        there = [grad for grad in grads if grad is not None]
+        assert_norm(norm_of(micro_batch), reference.total_norm(there, p))
+        parts.append(clipped_by_hand(grads, 0.5, p))
+    return parts
+
+
 def assert_sums(params: Sequence[Tensor], parts: Sequence[Sequence[Tensor | None]]) -> None:
     """`.grad` is the sum of the parts, rounded once for each."""
     for i, param in enumerate(params):
@@ -72,15 +92,13 @@ def assert_sums(params: Sequence[Tensor], parts: Sequence[Sequence[Tensor | None
         if not own:
             assert param.grad is None
             continue
-        assert param.grad is not None
-        assert param.grad.dtype == param.dtype
-        found = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        grad = grad_of(param)
+        assert grad.dtype == param.dtype
+        found = grad.to_dense() if grad.is_sparse else grad
         largest = torch.stack([part.abs() for part in own]).sum(0)
         error = (found.to(own[0].dtype) - torch.stack(own).sum(0)).abs()
-        info = torch.finfo(param.dtype)
-        allowed = (
-            largest * (2e-6 + len(own) * info.eps) + len(own) * info.smallest_normal * info.eps
-        )
+        info, n = torch.finfo(param.dtype), len(own)
+        allowed = largest * (2e-6 + n * info.eps) + n * info.smallest_normal * info.eps
         assert bool((error <= allowed).all())
 
 
@@ -88,24 +106,14 @@ def assert_sums(params: Sequence[Tensor], parts: Sequence[Sequence[Tensor | None
 def test_accumulate_sums_clipped_gradients(device, dtype):
     params, parts = weights(dtype=dtype, device=device), []
     for step, size in enumerate((1.0, 1e-3, 30.0)):
-        grads = micro_gradients(params, step, size)
-        with accumulate_(params, 0.5) as micro_batch:
-            backward(params, grads)
-        parts.append(clipped_by_hand(grads, 0.5))
-        assert_norm(norm_of(micro_batch), reference.total_norm(grads))
+        parts += accumulated(params, [micro_gradients(params, step, size)])
         assert_sums(params, parts)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, torch.inf, 3.0])
 def test_accumulate_clips_by_other_norms(device, norm_type):
-    params, parts = weights(device=device), []
-    rule = ClipByGlobalNorm(0.5, norm_type)
-    for step in range(2):
-        grads = micro_gradients(params, step)
-        with accumulate_(params, rule):
-            backward(params, grads)
-        parts.append(clipped_by_hand(grads, 0.5, norm_type))
-    assert_sums(params, parts)
+    params = weights(device=device)
+    assert_sums(params, accumulated(params, micro_batches(params), norm_type))
 
 
 def test_accumulate_adds_large_and_misaligned_gradients(device):
@@ -113,43 +121,28 @@ def test_accumulate_adds_large_and_misaligned_gradients(device):
     params = weights((LARGE, (16_384,), (37,)), device=device)
     for param in params:
         param.grad = torch.zeros(param.numel() + 3, device=device)[3:]
-    grads = micro_gradients(params, 1)
-    with accumulate_(params, 0.5):
-        backward(params, grads)
-    assert_sums(params, [clipped_by_hand(grads, 0.5)])
+    assert_sums(params, accumulated(params, micro_batches(params, 1)))
 
 
 def test_accumulate_adds_gradients_within_the_limit_bit_for_bit(device):
     params = weights(device=device)
-    first, second = (micro_gradients(params, step) for step in (0, 1))
+    first, second = micro_batches(params)
     for grads in (first, second):
         with accumulate_(params, 1e6):
             backward(params, grads)
-    assert_bits(
-        [p.grad for p in params if p.grad is not None],
-        [a + b for a, b in zip(first, second, strict=True)],
-    )
+    assert_bits(map(grad_of, params), map(torch.add, first, second))
 
 
 def test_accumulate_mixes_dtypes(device):
     params = [*weights(device=device), *weights(((40,),), torch.bfloat16, device)]
-    parts = []
-    for step in range(2):
-        grads = micro_gradients(params, step)
-        with accumulate_(params, 0.5):
-            backward(params, grads)
-        parts.append(clipped_by_hand(grads, 0.5))
-    assert_sums(params, parts)
+    assert_sums(params, accumulated(params, micro_batches(params)))
 
 
 def test_accumulate_adds_to_sums_of_other_strides(device):
     params = weights(((4, 6), (2, 3, 4, 5)), device=device)
     params[0].grad = torch.zeros(6, 4, device=device).t()
     params[1].grad = torch.zeros(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last)
-    grads = micro_gradients(params, 0)
-    with accumulate_(params, 0.5):
-        backward(params, grads)
-    assert_sums(params, [clipped_by_hand(grads, 0.5)])
+    assert_sums(params, accumulated(params, micro_batches(params, 1)))
 
 
 def test_accumulate_adds_to_lazily_negated_and_conjugated_sums(device):
@@ -160,12 +153,9 @@ def test_accumulate_adds_to_lazily_negated_and_conjugated_sums(device):
     params[1].grad = halves.clone().conj().imag
     params[3].grad = halves.clone().conj()
     before = [None if p.grad is None else p.grad.clone() for p in params]
-    grads = micro_gradients(params, 0)
-    with accumulate_(params, 0.5):
-        backward(params, grads)
-    assert params[0].grad is not None
-    assert params[0].grad.is_neg()
-    assert_sums(params, [before, clipped_by_hand(grads, 0.5)])
+    parts = accumulated(params, micro_batches(params, 1))
+    assert grad_of(params[0]).is_neg()
+    assert_sums(params, [before, *parts])
 
 
 def test_accumulate_adds_channels_last_gradients(device):
@@ -180,39 +170,35 @@ def test_accumulate_adds_channels_last_gradients(device):
 
 
 def test_accumulate_takes_gradients_that_some_micro_batches_lack(device):
-    params, parts = weights(((5,), (3,), (4,), (2,)), device=device), []
-    for step, there in enumerate(((0, 1), (0, 2), (1,), (0, 1, 2))):
-        own = micro_gradients(params, step)
-        grads = [grad if i in there else None for i, grad in enumerate(own)]
-        with accumulate_(params, 0.5):
-            backward(params, grads)
-        parts.append(clipped_by_hand(grads, 0.5))
-    assert_sums(params, parts)
+    params = weights(((5,), (3,), (4,), (2,)), device=device)
+    steps = [
+        [grad if i in there else None for i, grad in enumerate(micro_gradients(params, step))]
+        for step, there in enumerate(((0, 1), (0, 2), (1,), (0, 1, 2)))
+    ]
+    assert_sums(params, accumulated(params, steps))
 
 
 def test_accumulate_adds_sparse_gradients(device):
     embedding = torch.nn.Embedding(6, 3, sparse=True, device=device)
     parts = []
-    for rows in ([0, 1, 1], [4, 1]):
+    for rows in ([0, 1, 1], [4, 1], range(6)):
         whole = torch.zeros(6, 3, device=device)
         for row in rows:
             whole[row] += 1
         with accumulate_(embedding, 0.5):
-            embedding(torch.tensor(rows, device=device)).sum().backward()
+            used = (
+                embedding(torch.tensor(rows, device=device)) if len(rows) < 6 else embedding.weight
+            )
+            used.sum().backward()
         parts.append(clipped_by_hand([whole], 0.5))
-    assert_sums([embedding.weight], parts)
-    with accumulate_(embedding, 0.5):
-        embedding.weight.sum().backward()
-    parts.append(clipped_by_hand([torch.ones(6, 3, device=device)], 0.5))
-    assert_sums([embedding.weight], parts)
+        assert_sums([embedding.weight], parts)
 
 
 def test_accumulate_leaves_out_what_is_not_to_be_clipped(device):
     params = weights(((5,), (3,)), device=device)
     params[1].need_clip = False
     parts = []
-    for step in range(2):
-        grads = micro_gradients(params, step)
+    for grads in micro_batches(params):
         with accumulate_([*params, params[0]], 0.5) as micro_batch:
             backward(params, grads)
         parts.append([*clipped_by_hand(grads[:1], 0.5), grads[1].double()])
@@ -295,25 +281,19 @@ def test_accumulate_with_error_names_the_gradients_and_adds_nothing(device, name
     given = module if named else list(module.parameters())
     with accumulate_(given, 0.5, nonfinite="error"):
         module(torch.ones(1, 3, device=device)).sum().backward()
-    before, kept = module.bias.grad, module.bias.grad.clone()
+    before = module.bias.grad
     name = "bias" if named else r"parameters\[1\]"
     with (
+        unchanged([before]),
         pytest.raises(RuntimeError, match=rf"Non-finite gradients: {name}$"),
         accumulate_(given, 0.5, nonfinite="error"),
     ):
         (module.bias.sum() * torch.nan).backward()
     assert module.bias.grad is before
-    assert_bits([before], [kept])
 
 
-def test_accumulate_after_an_exception_is_as_before():
-    params = weights()
-    grads = micro_gradients(params, 0)
-    with accumulate_(params, 0.5):
-        backward(params, grads)
-    sums = [p.grad for p in params]
-    kept = copies(sums)
-    micro_batch = accumulate_(params, 0.5)
+def fail_after(micro_batch: Any, params: Any, grads: Any) -> None:
+    """An exception in a block, after its backward."""
 
     def fail() -> None:
         backward(params, grads)
@@ -321,12 +301,21 @@ def test_accumulate_after_an_exception_is_as_before():
 
     with pytest.raises(KeyError), micro_batch:
         fail()
+
+
+def test_accumulate_after_an_exception_is_as_before():
+    params = weights()
+    (grads,) = micro_batches(params, 1)
+    parts = accumulated(params, [grads])
+    sums = [p.grad for p in params]
+    micro_batch = accumulate_(params, 0.5)
+    with unchanged(sums):
+        fail_after(micro_batch, params, grads)
     assert all(p.grad is own for p, own in zip(params, sums, strict=True))
-    assert_bits(sums, kept)
     # The block can be entered again.
     with micro_batch:
         backward(params, grads)
-    assert_sums(params, [clipped_by_hand(grads, 0.5)] * 2)
+    assert_sums(params, parts * 2)
 
 
 def test_accumulate_of_a_block_without_backward_raises():
@@ -369,12 +358,8 @@ def test_accumulate_before_a_wrapper_and_flat_gradients():
     model = torch.nn.Linear(3, 2)
     flat = tritonclip.FlatGradients(model)
     optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.01, flat=flat)
-    params, parts = list(model.parameters()), []
-    for step in range(2):
-        grads = micro_gradients(params, step)
-        with accumulate_(model, 0.5):
-            backward(params, grads)
-        parts.append(clipped_by_hand(grads, 0.5))
+    params = list(model.parameters())
+    parts = accumulated(params, micro_batches(params), given=model)
     assert_sums(params, parts)
     optimizer.step()
     sums = [torch.stack(own).sum(0) for own in zip(*parts, strict=True)]
@@ -393,9 +378,9 @@ def test_accumulate_counts_versions_of_sums(device):
 def test_accumulate_is_verified(device):
     params = weights(device=device)
     with tritonclip.verify():
-        for step in range(3):
+        for grads in micro_batches(params, 3):
             with accumulate_(params, 0.5, grad_scale=8.0):
-                backward(params, micro_gradients(params, step), 8.0)
+                backward(params, grads, 8.0)
 
 
 @NEEDS_DYNAMO
@@ -431,6 +416,7 @@ def inference_zeros() -> Tensor:
         return torch.zeros(3)
 
 
+@pytest.mark.parametrize("need_clip", [True, False])
 @pytest.mark.parametrize(
     ("own", "fault"),
     [
@@ -439,10 +425,10 @@ def inference_zeros() -> Tensor:
         pytest.param(torch.zeros(3, requires_grad=True), "requires a gradient", id="leaf"),
     ],
 )
-def test_accumulate_refuses_sums_that_cannot_be_written(own, fault):
+def test_accumulate_refuses_sums_that_cannot_be_written(own, fault, need_clip):
     params = weights(((3,), (3,)))
-    for param, before in zip(params, (torch.zeros(3), own), strict=True):
-        param.grad = before
+    params[1].need_clip = need_clip
+    params[0].grad, params[1].grad = torch.zeros(3), own
     for _ in range(2):
         refused = pytest.raises(ValueError, match=rf"\.grad of parameters\[1\] .*{fault}")
         with refused, accumulate_(params, 0.5):
@@ -468,32 +454,15 @@ def test_accumulate_after_an_exception_restores_what_is_not_to_be_clipped(device
     with accumulate_(params, 0.5):
         backward(params, grads)
     kept = copies([p.grad for p in params])
-
-    def fail() -> None:
-        backward(params, grads)
-        raise KeyError
-
-    with pytest.raises(KeyError), accumulate_(params, 0.5):
-        fail()
+    fail_after(accumulate_(params, 0.5), params, grads)
     assert_bits([p.grad for p in params], kept)
     with accumulate_(params, 0.5):
         backward(params, [*grads[:2], None])
     assert_bits([params[1].grad, params[2].grad], [2 * grads[1], grads[2]])
 
 
-def test_accumulate_refuses_others_whose_sum_cannot_be_written():
-    params = weights(((3,), (3,)))
-    params[1].need_clip = False
-    params[0].grad, params[1].grad = torch.zeros(3), torch.zeros(()).expand(3)
-    refused = pytest.raises(ValueError, match=r"\.grad of parameters\[1\] has elements that share")
-    with refused, accumulate_(params, 0.5):
-        backward(params, micro_gradients(params, 0))
-    assert_bits([p.grad for p in params], [torch.zeros(3)] * 2)
-
-
 def test_accumulate_refuses_a_block_within_another_one_on_its_parameters():
     params, others = weights(((3,), (2,))), weights(((2,),))
-    grads = micro_gradients(params, 0)
 
     def nested() -> None:
         with accumulate_(others, 0.5):
@@ -504,9 +473,7 @@ def test_accumulate_refuses_a_block_within_another_one_on_its_parameters():
         nested()
     assert others[0].grad is not None
     assert all(p.grad is None for p in params)
-    with accumulate_(params, 0.5):
-        backward(params, grads)
-    assert_sums(params, [clipped_by_hand(grads, 0.5)])
+    assert_sums(params, accumulated(params, micro_batches(params, 1)))
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -530,9 +497,9 @@ def test_a_step_within_a_block_is_refused_and_changes_nothing(wrapped):
             (3 * weight).sum().backward()
             stepped.step()
 
-    with pytest.raises(RuntimeError, match=r"expected optimizer.step\(\) after the block"):
+    refused = pytest.raises(RuntimeError, match=r"expected optimizer.step\(\) after the block")
+    with unchanged([weight, weight.grad]), refused:
         step_within()
-    assert torch.equal(weight, torch.tensor([1.0, 2.0]))
     assert torch.equal(grad_of(weight), torch.tensor([0.25, 0.5]))
     stepped.step()
     assert not torch.equal(weight, torch.tensor([1.0, 2.0]))

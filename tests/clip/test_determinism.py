@@ -12,23 +12,21 @@ from helpers.cases import (
     INTERPRETED,
     LARGE,
     assert_bits,
-    bits,
     each_rule,
     normal,
+    of_sizes,
+    parameter,
     parameters,
+    unchanged,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 
-RULES = [
-    *each_rule(0.5, 0.1),
-    pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3"),
-]
+RULES = [*each_rule(0.5, 0.1), pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3")]
 
 
 def run(rule, dtype, device):
     """One call on fresh copies of the same values."""
-    sizes = (3, LARGE, CHUNK - 1)
-    grads = [normal(size, dtype, device, seed) for seed, size in enumerate(sizes)]
+    grads = of_sizes((3, LARGE, CHUNK - 1), dtype, device)
     measured = tritonclip.clip_(parameters(grads), rule)
     return grads if measured is None else [*grads, measured]
 
@@ -65,12 +63,9 @@ def test_clip_is_not_disturbed_by_calls_in_between(device):
 
 def test_norms_of_earlier_calls_stay(device):
     """What is returned is not scratch memory that the next call fills again."""
-    first = normal(CHUNK + 1, device=device)
-    norm = tritonclip.clip_(parameters([first]), 1.0)
-    norms = tritonclip.clip_(parameters([first]), ClipByNorm(1.0))
-    kept = bits(norm), bits(norms)
-    other = [torch.full((CHUNK + 1,), 9.0, device=device)]
-    tritonclip.clip_(parameters(other), 1.0)
-    tritonclip.clip_(parameters(other), ClipByNorm(1.0))
-    assert torch.equal(bits(norm), kept[0])
-    assert torch.equal(bits(norms), kept[1])
+    rules = (ClipByGlobalNorm(1.0), ClipByNorm(1.0))
+    first = parameter(normal(CHUNK + 1, device=device))
+    other = parameter(torch.full((CHUNK + 1,), 9.0, device=device))
+    with unchanged([tritonclip.clip_([first], rule) for rule in rules]):
+        for rule in rules:
+            tritonclip.clip_([other], rule)

@@ -8,14 +8,13 @@ the resident size of a process is not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import tritonclip
-from helpers.cases import FLOATS, normal, of_sizes, parameters
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from helpers.cases import FLOATS, each_rule, normal, of_sizes, parameters
+from tritonclip import ClipByGlobalNorm, ClipByValue
 
 LIMIT = 8 * 2**20
 # 16 MiB or more of every dtype: a copy would show, and a mask of one byte an element too.
@@ -41,28 +40,17 @@ def uniform(dtype: torch.dtype, size: int = SIZE) -> torch.Tensor:
     )
 
 
-def spread(dtype: torch.dtype) -> torch.Tensor:
-    """Every second column of a matrix, which is read from a copy."""
-    return uniform(dtype, 2 * 2048 * 4100).view(2048, -1)[:, ::2]
-
-
 GRADIENTS = {
-    "uniform": uniform,
     # In another order of its dimensions, and with gaps.
     "transposed": lambda dtype: uniform(dtype, 2048 * 4100).view(2048, 4100).t(),
-    "spread": spread,
+    "spread": lambda dtype: uniform(dtype, 2 * 2048 * 4100).view(2048, -1)[:, ::2],
     # What has to be measured again: nothing but zeros, and squares that underflow or overflow.
     "zeros": lambda dtype: torch.zeros(SIZE, dtype=dtype),
     "tiny": lambda dtype: uniform(dtype).mul_(2.0**-20 if dtype == torch.float16 else 2.0**-100),
     "huge": lambda dtype: uniform(dtype).mul_(2.0**15 if dtype == torch.float16 else 2.0**100),
     "nan": lambda dtype: torch.full((SIZE,), torch.nan, dtype=dtype),
 }
-
-RULES: dict[str, Any] = {
-    "global": ClipByGlobalNorm(0.5),
-    "by-norm": ClipByNorm(0.5),
-    "by-value": ClipByValue(0.25),
-}
+RULES = pytest.mark.parametrize("rule", each_rule(0.5, 0.25))
 
 
 def test_peak_counts_what_an_operator_takes():
@@ -75,21 +63,23 @@ def test_peak_counts_what_an_operator_takes():
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rule", RULES)
+@RULES
 @pytest.mark.parametrize("grad_scale", [None, 2.0])
 def test_clip_takes_little_memory(dtype, rule, grad_scale):
     given = parameters([uniform(dtype), normal(7, dtype)])
-    assert peak(lambda: tritonclip.clip_(given, RULES[rule], grad_scale=grad_scale)) <= LIMIT
+    assert peak(lambda: tritonclip.clip_(given, rule, grad_scale=grad_scale)) <= LIMIT
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", list(GRADIENTS)[1:])
-@pytest.mark.parametrize("rule", ["global", "by-value"])
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize(
+    "rule", [ClipByGlobalNorm(0.5), ClipByValue(0.25)], ids=["global", "by-value"]
+)
 def test_clip_of_unusual_gradients_takes_little_memory(dtype, kind, rule):
     given = parameters([GRADIENTS[kind](dtype)])
     copied = given[0].numel() * dtype.itemsize if kind == "spread" else 0
-    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= copied + LIMIT
+    assert peak(lambda: tritonclip.clip_(given, rule)) <= copied + LIMIT
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -100,35 +90,35 @@ def test_clip_by_another_norm_takes_little_memory(dtype, norm_type):
 
 
 @pytest.mark.parametrize("policy", ["error", "zero"])
-@pytest.mark.parametrize("rule", RULES)
+@RULES
 def test_clip_with_a_policy_takes_little_memory(rule, policy):
     given = parameters([uniform(torch.float32)])
-    assert peak(lambda: tritonclip.clip_(given, RULES[rule], nonfinite=policy)) <= LIMIT
+    assert peak(lambda: tritonclip.clip_(given, rule, nonfinite=policy)) <= LIMIT
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("rule", RULES)
+@RULES
 def test_clip_of_many_small_gradients_takes_little_memory(rule, backend):
     """8,000 gradients that are gathered, 64 MiB of them."""
     given = parameters(of_sizes([2100] * 8000, torch.float32))
     with tritonclip.use_backend(backend):
-        assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+        assert peak(lambda: tritonclip.clip_(given, rule)) <= LIMIT
 
 
-@pytest.mark.parametrize("rule", RULES)
+@RULES
 def test_clip_takes_no_more_for_a_gradient_four_times_as_large(rule):
     given = parameters([uniform(torch.float32, 4 * SIZE)])
-    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+    assert peak(lambda: tritonclip.clip_(given, rule)) <= LIMIT
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("rule", RULES)
+@RULES
 @pytest.mark.parametrize("sizes", [[2**25 + 5, 2**25 + 7], [2**18] * 300], ids=["two", "many"])
 def test_clip_of_large_bfloat16_lists_takes_little_memory(rule, sizes):
     """Large enough for several slabs, and to be converted in order to be written."""
     given = parameters([uniform(torch.bfloat16, size) for size in sizes])
-    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+    assert peak(lambda: tritonclip.clip_(given, rule)) <= LIMIT
 
 
 def test_get_total_norm_takes_little_memory():

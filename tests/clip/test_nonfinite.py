@@ -6,26 +6,21 @@ import pytest
 import torch
 
 import tritonclip
-from helpers import reference
 from helpers.cases import (
     CHUNK,
     FLOATS,
     assert_bits,
-    bits,
-    copies,
+    check_clip,
     each_rule,
     normal,
     parameter,
     parameters,
+    untouched,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 0.5)
-BAD = [
-    pytest.param(torch.nan, id="nan"),
-    pytest.param(torch.inf, id="inf"),
-    pytest.param(-torch.inf, id="-inf"),
-]
+BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 
 
 def spoiled(device, bad, dtype=torch.float32):
@@ -61,31 +56,22 @@ def test_propagate_of_inf_zeroes_what_is_finite(device, bad):
     assert all(not grad.any() for grad in grads)
 
 
-def test_propagate_by_norm_spoils_only_its_own_gradient(device):
+@pytest.mark.parametrize("rule", [ClipByNorm(1.0), ClipByValue(0.5)], ids=["by-norm", "by-value"])
+def test_propagate_spoils_no_other_gradient(device, rule):
+    """By value, no other element."""
     grads = spoiled(device, torch.nan)
-    before = copies(grads)
-    norms = tritonclip.clip_(parameters(grads), ClipByNorm(1.0))
-    assert norms.isnan().tolist() == [False, True, False]
-    assert grads[1].isnan().all()
-    for index in (0, 2):
-        multiplier = reference.coefficient(norms[index], 1.0)
-        assert_bits([grads[index]], [reference.scaled(before[index], multiplier)])
-
-
-def test_propagate_by_value_keeps_nan_and_clips_the_rest(device):
-    grads = spoiled(device, torch.nan)
-    expected = [reference.clamped(grad, -0.5, 0.5) for grad in grads]
-    tritonclip.clip_(parameters(grads), ClipByValue(0.5), nonfinite="propagate")
-    assert_bits(grads, expected)
+    norms = check_clip(grads, rule, nonfinite="propagate")
+    if norms is not None:
+        assert norms.isnan().tolist() == [False, True, False]
+        assert grads[1].isnan().all()
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("bad", BAD)
+@BAD
 def test_zero_zeroes_every_gradient_of_the_call(device, rule, bad):
     grads = spoiled(device, bad)
     tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
-    for grad in grads:
-        assert torch.equal(grad.cpu(), torch.zeros(grad.shape))
+    assert_bits(grads, map(torch.zeros_like, grads))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -99,17 +85,22 @@ def test_zero_reaches_every_dtype(device, rule, at):
     assert all(not grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("limit", [0.0, torch.inf])
-@pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm, ClipByValue])
-def test_zero_holds_at_any_limit(device, kind, limit):
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(
+            kind(x)
+            for kind in (ClipByGlobalNorm, ClipByNorm, ClipByValue)
+            for x in (0.0, torch.inf)
+        ),
+        ClipByValue(0.25, 0.75),
+    ],
+    ids=repr,
+)
+def test_zero_holds_at_any_limit(device, rule):
+    """Also beside bounds that exclude it."""
     grads = spoiled(device, torch.inf)
-    tritonclip.clip_(parameters(grads), kind(limit), nonfinite="zero")
-    assert all(not grad.any() for grad in grads)
-
-
-def test_zero_is_not_clamped_to_bounds_that_exclude_it(device):
-    grads = spoiled(device, torch.nan)
-    tritonclip.clip_(parameters(grads), ClipByValue(0.25, 0.75), nonfinite="zero")
+    tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
     assert all(not grad.any() for grad in grads)
 
 
@@ -123,59 +114,44 @@ def test_zero_of_a_norm_that_overflows_while_every_element_is_finite(device, rul
 
 
 def test_zero_returns_the_norm_as_it_was(device):
-    assert tritonclip.clip_(parameters(spoiled(device, torch.inf)), 1.0, nonfinite="zero").isinf()
-    norms = tritonclip.clip_(
-        parameters(spoiled(device, torch.nan)), ClipByNorm(1.0), nonfinite="zero"
-    )
+    params = [parameters(spoiled(device, torch.inf)) for _ in range(2)]
+    assert tritonclip.clip_(params[0], 1.0, nonfinite="zero").isinf()
+    norms = tritonclip.clip_(params[1], ClipByNorm(1.0), nonfinite="zero")
     assert norms.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("policy", ["propagate", "error", "zero"])
 @pytest.mark.parametrize("rule", RULES)
 def test_finite_gradients_are_clipped_under_every_policy(device, rule, policy):
-    grads, again = spoiled(device, 3.0), spoiled(device, 3.0)
-    measured = tritonclip.clip_(parameters(grads), rule, nonfinite=policy)
-    usual = tritonclip.clip_(parameters(again), rule)
-    assert_bits(grads, again)
+    grads = spoiled(device, 3.0)
+    check_clip(grads, rule, nonfinite=policy)
     assert grads[1][CHUNK + 2] < 3.0
-    if usual is None:
-        assert measured is None
-    else:
-        assert torch.equal(measured, usual)
 
 
 @pytest.mark.parametrize("policy", ["error", "zero"])
 @pytest.mark.parametrize("rule", RULES)
 def test_huge_finite_values_are_not_taken_for_inf(device, rule, policy):
     """Their squares, and their sums in half precision, overflow; their norms do not."""
-    grads = [
-        torch.full((9,), 1e30, device=device),
-        torch.full((9,), 6e4, dtype=torch.float16, device=device),
-    ]
+    grads = [torch.full((9,), 1e30), torch.full((9,), 6e4, dtype=torch.float16)]
+    grads = [grad.to(device) for grad in grads]
     tritonclip.clip_(parameters(grads), rule, nonfinite=policy)
     assert grads[0].all()
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("bad", BAD)
+@BAD
 def test_error_leaves_every_gradient_as_it_was(device, rule, bad):
     grads = spoiled(device, bad)
-    before, versions = [bits(grad) for grad in grads], [grad._version for grad in grads]
-    with pytest.raises(RuntimeError, match=r"non-?finite"):
+    with untouched(grads), pytest.raises(RuntimeError, match=r"non-?finite"):
         tritonclip.clip_(parameters(grads), rule, nonfinite="error")
-    assert all(torch.equal(bits(grad), old) for grad, old in zip(grads, before, strict=True))
-    assert [grad._version for grad in grads] == versions
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_error_names_the_parameters_of_pairs(device, rule):
     names = ["embed.weight", "head.weight", "head.bias"]
     pairs = zip(names, parameters(spoiled(device, torch.nan)), strict=True)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"(gradients:|of) head\.weight( are|$)"):
         tritonclip.clip_(pairs, rule, nonfinite="error")
-    assert "head.weight" in str(raised.value)
-    assert "embed.weight" not in str(raised.value)
-    assert "head.bias" not in str(raised.value)
 
 
 def test_error_names_the_parameters_of_a_module(device):
@@ -183,11 +159,8 @@ def test_error_names_the_parameters_of_a_module(device):
     for name, one in module.named_parameters():
         one.grad = torch.ones_like(one)
         one.grad[-1] = {"0.bias": torch.inf, "1.weight": torch.nan}.get(name, 1.0)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"gradients: 0\.bias, 1\.weight$"):
         tritonclip.clip_(module, 1.0, nonfinite="error")
-    assert "0.bias" in str(raised.value)
-    assert "1.weight" in str(raised.value)
-    assert "0.weight" not in str(raised.value)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -204,37 +177,30 @@ def test_error_gives_the_position_where_there_is_no_name(device, rule):
 
 def test_error_of_a_norm_that_overflows_while_every_element_is_finite(device):
     grads = [torch.full((4,), 3e38, device=device), torch.ones(2, device=device)]
-    before = copies(grads)
-    with pytest.raises(RuntimeError, match=r"non-?finite"):
+    with untouched(grads), pytest.raises(RuntimeError, match=r"non-?finite"):
         tritonclip.clip_(parameters(grads), 1.0, nonfinite="error")
-    assert_bits(grads, before)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("policy", ["raise", "", None, True])
 def test_an_unknown_policy_is_refused(device, rule, policy):
     grads = spoiled(device, 3.0)
-    before = copies(grads)
-    with pytest.raises((ValueError, TypeError), match="propagate"):
+    with untouched(grads), pytest.raises((ValueError, TypeError), match="propagate"):
         tritonclip.clip_(parameters(grads), rule, nonfinite=policy)
-    assert_bits(grads, before)
 
 
 def test_error_of_clip_by_value_says_which_gradients_it_is_about():
-    param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([3.0, torch.inf])
-    with pytest.raises(RuntimeError, match=r"^The gradients of parameters\[0\] are non-finite"):
-        tritonclip.clip_([param], ClipByValue(1.0), nonfinite="error")
-    assert param.grad.tolist() == [3.0, torch.inf]
+    grad = torch.tensor([3.0, torch.inf])
+    refused = pytest.raises(RuntimeError, match=r"^The gradients of parameters\[0\] are non-finite")
+    with untouched([grad]), refused:
+        tritonclip.clip_(parameters([grad]), ClipByValue(1.0), nonfinite="error")
 
 
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByValue(1.0)])
+@pytest.mark.parametrize("rule", RULES)
 def test_zero_reaches_lazily_negated_gradients(device, rule):
-    grads = [
-        torch.tensor([torch.inf, 3.0], device=device),
-        torch._neg_view(torch.ones(2, dtype=torch.float64, device=device)),
-    ]
+    negated = torch._neg_view(torch.ones(2, dtype=torch.float64, device=device))
+    grads = [torch.tensor([torch.inf, 3.0], device=device), negated]
     tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
     assert not any(grad.any() for grad in grads)
 

@@ -17,9 +17,9 @@ from helpers.cases import (
     INTERPRETED,
     LARGE,
     NORM_TYPES,
-    SIZES,
     assert_bits,
     assert_norm,
+    check_clip,
     copies,
     few_large,
     named,
@@ -27,25 +27,14 @@ from helpers.cases import (
     of_sizes,
     parameter,
     parameters,
+    unchanged,
 )
+from tritonclip import ClipByGlobalNorm, ClipByNorm
 
 
 def measured(grads, p=2.0):
     """The norm through the public call, with a limit that leaves the gradients alone."""
-    rule = tritonclip.ClipByGlobalNorm(torch.inf, norm_type=p)
-    return tritonclip.clip_(parameters(grads), rule)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_norm_is_right_over_all_sizes(device, dtype):
-    grads = of_sizes(SIZES, dtype, device)
-    assert_norm(measured(grads), reference.total_norm(grads))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_norm_is_right_for_one_size(device, size):
-    grad = normal(size, device=device)
-    assert_norm(measured([grad]), reference.norm(grad))
+    return tritonclip.clip_(parameters(grads), ClipByGlobalNorm(torch.inf, norm_type=p))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -57,18 +46,13 @@ def test_norm_is_right_for_every_type(device, dtype, p):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("each", [False, True], ids=["all", "each"])
-def test_norm_does_not_depend_on_old_values_in_memory(device, dtype, each, monkeypatch):
+@pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm], ids=["all", "each"])
+def test_norm_does_not_depend_on_old_values_in_memory(device, dtype, kind, monkeypatch):
     """NaN in scratch, as other tests have it, may be taken for an overflow and measured again."""
-    sizes = [9001] * (3 if INTERPRETED else 60) + [701] * 5 + [3, 0]
-    grads = of_sizes(sizes, dtype, device)
+    grads = of_sizes([*[9001] * (3 if INTERPRETED else 60), *[701] * 5, 3, 0], dtype, device)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(3))
-    if each:
-        norms = tritonclip.clip_(parameters(grads), tritonclip.ClipByNorm(torch.inf))
-        assert_norm(norms, reference.norms(grads))
-    else:
-        assert_norm(measured(grads), reference.total_norm(grads))
+    check_clip(grads, kind(torch.inf))
 
 
 @pytest.mark.parametrize("dtype", HALVES + named([torch.float32]))
@@ -93,25 +77,23 @@ def test_norm_of_zeros_is_zero(device, p):
     assert measured(grads, p).item() == 0.0
 
 
-EXTREMES = [
-    (torch.float32, 1e30),
-    (torch.float32, 1e-30),
-    (torch.float32, 1e20),
-    (torch.float32, 1e-25),
-    (torch.float32, 1e-40),
-    (torch.bfloat16, 1e30),
-    (torch.bfloat16, 1e-30),
-    (torch.float16, 6e4),
-    (torch.float16, 6e-8),
-    (torch.float64, 1e200),
-    (torch.float64, 1e-200),
-]
+EXTREMES = {
+    torch.float32: (1e30, 1e-30, 1e20, 1e-25, 1e-40),
+    torch.bfloat16: (1e30, 1e-30),
+    torch.float16: (6e4, 6e-8),
+    torch.float64: (1e200, 1e-200),
+}
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0])
 @pytest.mark.parametrize(
-    ("dtype", "magnitude"), EXTREMES, ids=[f"{str(d)[6:]}-{m:g}" for d, m in EXTREMES]
+    ("dtype", "magnitude"),
+    [
+        pytest.param(dtype, magnitude, id=f"{str(dtype)[6:]}-{magnitude:g}")
+        for dtype, magnitudes in EXTREMES.items()
+        for magnitude in magnitudes
+    ],
 )
 def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude, p):
     spread = normal(301, torch.float64).abs().clamp(0.2, 1.0)
@@ -235,21 +217,21 @@ def test_norm_of_no_elements_is_zero(device, dtypes, p):
     grads = [torch.zeros(0, dtype=dtype, device=device) for dtype in (*dtypes, *dtypes)]
     with tritonclip.verify():
         assert measured(grads, p).item() == 0.0
-        rule = tritonclip.ClipByNorm(1.0, p)
-        assert tritonclip.clip_(parameters(grads), rule).tolist() == [0.0] * len(grads)
+        assert tritonclip.clip_(parameters(grads), ClipByNorm(1.0, p)).tolist() == [0.0] * len(
+            grads
+        )
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [3.5e38, 1e300, 1.7976931348623157e308])
-@pytest.mark.parametrize("kind", [tritonclip.ClipByGlobalNorm, tritonclip.ClipByNorm])
+@pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
 @pytest.mark.parametrize("policy", ["propagate", "error", "zero"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_a_limit_over_the_largest_float32_clips_nothing(device, limit, kind, policy, dtype):
     grads = of_sizes((5, *[3] * DOZENS), dtype, device)
-    before = copies(grads)
-    norm = tritonclip.clip_(parameters(grads), kind(limit), nonfinite=policy)
+    with unchanged(grads):
+        norm = tritonclip.clip_(parameters(grads), kind(limit), nonfinite=policy)
     assert norm.isfinite().all()
-    assert_bits(grads, before)
 
 
 def test_a_limit_over_the_largest_float32_limits_float64(device):

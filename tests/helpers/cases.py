@@ -142,6 +142,39 @@ def clipped(grads: Sequence[Tensor], rule: Any) -> tuple[Any, list[Tensor]]:
     return measured, reference.clipped(before, rule, measured)
 
 
+def check_clip(grads: Sequence[Tensor], rule: Any, params: Any = None, **options: Any) -> Any:
+    """A call on gradients, or on parameters that have them, is right in all; what it measured."""
+    rule = rule if hasattr(rule, "per_gradient") else ClipByGlobalNorm(rule)
+    before, scale = copies(grads), options.get("grad_scale")
+    given = parameters(grads) if params is None else params
+    measured: Any = tritonclip.clip_(given, rule, **options)
+    if measured is not None:
+        truths = reference.norms if measured.dim() else reference.total_norm
+        truth = torch.tensor(truths(before, rule.norm_type), dtype=torch.float64)
+        assert_norm(measured, (truth / (scale or 1.0)).tolist())
+    assert_bits(grads, reference.clipped(before, rule, measured, scale))
+    return measured
+
+
+@contextmanager
+def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """No bit changes inside."""
+    tensors = list(tensors)
+    before = copies(tensors)
+    yield
+    assert_bits(tensors, before)
+
+
+@contextmanager
+def untouched(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Nothing is written inside, not even what was there."""
+    tensors = list(tensors)
+    versions = [tensor._version for tensor in tensors]
+    with unchanged(tensors):
+        yield
+    assert [tensor._version for tensor in tensors] == versions
+
+
 def bits(tensor: Tensor) -> Tensor:
     """A copy of the same bits as integers, so that -0.0 differs from 0.0 and NaN equals itself."""
     plain = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
