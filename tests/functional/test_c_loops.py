@@ -6,13 +6,16 @@ import math
 import weakref
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from helpers.cases import FLOATS, assert_bits, normal, parameters
+from helpers.cases import FLOATS, assert_bits, normal, parameters, unchanged
 from helpers.native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.backends.native import loops
@@ -90,15 +93,12 @@ def count(monkeypatch):
     """The results of loops, in the order of calls; None for those that they left to others."""
     results = []
 
-    def counted(function):
-        def call(*arguments):
-            results.append(function(*arguments))
-            return results[-1]
-
-        return call
+    def call(function, *arguments):
+        results.append(function(*arguments))
+        return results[-1]
 
     for name in ("clamped", "clipped", "clipped_each"):
-        monkeypatch.setattr(loops, name, counted(getattr(loops, name)))
+        monkeypatch.setattr(loops, name, partial(call, getattr(loops, name)))
     return results
 
 
@@ -112,9 +112,8 @@ def test_results_have_the_bits_of_the_other_ways(name, limit, dtype, some, by_ot
     if dtype.is_complex and name == "value":
         pytest.skip("complex numbers have no order")
     tensors = some(dtype)
-    before = [x.clone() for x in tensors]
-    assert_bits(FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit))
-    assert_bits(tensors, before)
+    with unchanged(tensors):
+        assert_bits(FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit))
 
 
 @pytest.mark.covering(2)
@@ -190,27 +189,22 @@ def test_limits_that_are_none_still_raise(limit):
 def test_structures_and_none_are_kept(function, count):
     x = [normal(9, seed=i) for i in range(4)]
     expected = function(x, 0.5)
-    trees: tuple[tuple[Any, Any], ...] = (
-        ([x[0], None, *x[1:]], lambda y: [y[0], *y[2:]]),
-        (tuple(x), list),
-        (dict(enumerate(x)), lambda y: list(y.values())),
-        ({"a": x[:2], "b": (x[2], [x[3], None])}, lambda y: [*y["a"], y["b"][0], y["b"][1][0]]),
+    trees: tuple[Any, ...] = (
+        [x[0], None, *x[1:]],
+        tuple(x),
+        dict(enumerate(x)),
+        {"a": x[:2], "b": (x[2], [x[3], None])},
     )
-    for tree, leaves in trees:
+    for tree in trees:
         made = function(tree, 0.5)
-        assert type(made) is type(tree)
-        assert_bits(leaves(made), expected)
+        assert pytree.tree_structure(made) == pytree.tree_structure(tree)
+        assert_bits([leaf for leaf in pytree.tree_leaves(made) if leaf is not None], expected)
         assert count[-1] is not None
-    alone = function(x[0], 0.5)
-    assert_bits([alone], function([x[0]], 0.5))
-
-
-def gaps():
-    return normal((6, 5))[:, ::2]
+    assert_bits([function(x[0], 0.5)], function([x[0]], 0.5))
 
 
 OTHERS = {
-    "gaps": gaps,
+    "gaps": lambda: normal((6, 5))[:, ::2],
     "expanded": lambda: normal((1, 5)).expand(3, 5),
     "negated": lambda: torch._neg_view(normal(5)),
     "conjugate": lambda: normal(5, torch.complex64).conj(),
@@ -271,20 +265,16 @@ def test_modes_see_operators(function, by_others):
     assert seen[0]
 
 
-@functions
-def test_tracers_that_count_as_no_mode_see_operators(function):
-    trace = torch.fx.experimental.proxy_tensor.make_fx(
-        lambda x: function([x], 0.5)[0], pre_dispatch=True
-    )
-    graph = trace(normal(9))
-    other = normal(9, seed=1) * 4
-    torch.testing.assert_close(graph(other), function([other], 0.5)[0])
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*Converting a tensor")
+@pytest.mark.parametrize(
+    "trace",
+    [lambda call, x: make_fx(call, pre_dispatch=True)(x), lambda call, x: torch.jit.trace(call, x)],
+    ids=["make_fx", "jit"],
+)
 @functions
-def test_jit_traces_see_operators(function):
-    graph = torch.jit.trace(lambda x: function([x], 0.5)[0], normal(9))
+def test_traces_see_operators(function, trace):
+    """Tracers may count as no mode."""
+    graph = trace(lambda x: function([x], 0.5)[0], normal(9))
     other = normal(9, seed=1) * 4
     torch.testing.assert_close(graph(other), function([other], 0.5)[0])
 
@@ -392,21 +382,17 @@ def test_modes_may_make_other_tensors(name, of_all, other, monkeypatch, count):
     """Such ones are not written to."""
     x, create = [normal(9)], torch.empty_like
     expected = FUNCTIONS[name](x, 0.5)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x: other(x) if of_all or not x.dim() else create(x)
-    )
+    made = lambda x: other(x) if of_all or not x.dim() else create(x)  # noqa: E731
+    monkeypatch.setattr(torch, "empty_like", made)
     assert_bits(FUNCTIONS[name](x, 0.5), expected)
     assert (count[-1] is None) == (of_all or name == "global")
 
 
 @pytest.mark.plain_empty
 @functions
-def test_interrupts_end_a_call(function, monkeypatch):
-    def empty_like(x):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    with pytest.raises(KeyboardInterrupt):
+def test_interrupts_end_a_call(function):
+    interrupted = patch.object(torch, "empty_like", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
         function([normal(3)], 0.5)
 
 
@@ -471,14 +457,11 @@ def test_derivatives_are_those_of_the_other_ways(name, limit, dtype, some, unuse
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "norm-0"])
 def test_derivatives_are_those_of_the_other_ways_at_extremes(name, value, by_others):
     tensors = [torch.full((3,), value), normal(4) * (value / 9)]
-    ways = [torch.randn_like(x) for x in tensors]
     limit = value / 2 if 0 < value < math.inf else 0.5
-    ours = slopes_of(FUNCTIONS[name], tensors, limit, ways)
-    theirs = by_others(slopes_of, FUNCTIONS[name], tensors, limit, ways)
-    for x, y in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(
-            x, y, rtol=2e-6, atol=1e-6 * float(y.nan_to_num(0, 0, 0).abs().max()), equal_nan=True
-        )
+    given = FUNCTIONS[name], tensors, limit, [torch.randn_like(x) for x in tensors]
+    for x, y in zip(slopes_of(*given), by_others(slopes_of, *given), strict=True):
+        atol = 1e-6 * float(y.nan_to_num(0, 0, 0).abs().max())
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=atol, equal_nan=True)
 
 
 @pytest.mark.covering(2)

@@ -63,64 +63,45 @@ CASES = {
 }
 
 
-def points_of(makers):
-    return [make().requires_grad_() for make in makers]
+def check(function, *points):
+    """First and second derivatives, one by one, and several at once as Jacobians take them."""
+    given = [point.detach().requires_grad_() for point in points]
+    gradcheck(function, given, check_batched_grad=True)
+    gradgradcheck(function, given, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_are_right_to_second_order(name):
     function, makers = CASES[name]
-    # One by one, and several at once as vectorised Jacobians take them.
-    gradcheck(function, points_of(makers), check_batched_grad=True)
-    gradgradcheck(function, points_of(makers), check_batched_grad=True)
+    check(function, *(make() for make in makers))
 
 
-@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("limit", [0.01, 1e4], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("norm_type", ORDERS)
-def test_derivatives_of_every_order_of_norm_are_right(norm_type, clips):
-    x = matrix().requires_grad_()
-    limit = 0.01 if clips else 1e4
-
-    def function(x):
-        return functional.clip_by_norm(x, limit, norm_type=norm_type)
-
-    gradcheck(function, x)
-    gradgradcheck(function, x)
+def test_derivatives_of_every_order_of_norm_are_right(norm_type, limit):
+    check(lambda x: functional.clip_by_norm(x, limit, norm_type=norm_type), matrix())
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf], ids="p={}".format)
 def test_derivatives_of_complex_tensors_are_right(norm_type):
-    x = normal(4, torch.complex128).requires_grad_()
-
-    def function(x):
-        return functional.clip_by_norm(x, 0.5, norm_type=norm_type)
-
-    gradcheck(function, x)
-    gradgradcheck(function, x)
+    clip = lambda x: functional.clip_by_norm(x, 0.5, norm_type=norm_type)  # noqa: E731
+    check(clip, normal(4, torch.complex128))
 
 
 def test_derivatives_in_the_limits_are_right():
     x, limits = matrix(), torch.tensor([[0.5], [1.0], [9.0]], dtype=DOUBLE)
-    one = torch.tensor(0.5, dtype=DOUBLE)
-    given = [point.requires_grad_() for point in (x, limits)]
-    gradcheck(lambda x, limits: functional.clip_by_norm(x, limits, dim=1), given)
-    gradgradcheck(lambda x, limits: functional.clip_by_norm(x, limits, dim=1), given)
-    known = [x, one.requires_grad_(), torch.tensor(2.0, dtype=DOUBLE, requires_grad=True)]
+    check(lambda x, limits: functional.clip_by_norm(x, limits, dim=1), x, limits)
     for function in (
         lambda x, limit, norm: functional.clip_by_global_norm([x], limit, norm)[0][0],
         lambda x, limit, norm: functional.clip_by_rms(x, limit) * norm,
         lambda x, limit, norm: functional.clip_by_average_norm(x, limit) * norm,
     ):
-        gradcheck(function, known)
-        gradgradcheck(function, known)
+        check(function, x, *torch.tensor([0.5, 2.0], dtype=DOUBLE))
 
 
 def test_derivatives_in_the_bounds_are_right():
-    low = normal(4, DOUBLE, seed=2).sub_(1.0).requires_grad_()
-    high = normal((3, 1), DOUBLE, seed=3).add_(1.0).requires_grad_()
-    given = [matrix().requires_grad_(), low, high]
-    gradcheck(functional.clip_by_value, given)
-    gradgradcheck(functional.clip_by_value, given)
+    low, high = normal(4, DOUBLE, seed=2).sub_(1.0), normal((3, 1), DOUBLE, seed=3).add_(1.0)
+    check(functional.clip_by_value, matrix(), low, high)
 
 
 AT_LIMIT = {
@@ -175,26 +156,24 @@ def test_derivatives_at_zero_are_those_of_the_identity(name, dtype):
     (slope,) = torch.autograd.grad(AT_ZERO[name](x).sum(), x, create_graph=True)
     assert slope.tolist() == [1.0, 1.0, 1.0]
     if dtype == DOUBLE:
-        gradcheck(AT_ZERO[name], x)
-        gradgradcheck(AT_ZERO[name], x)
+        check(AT_ZERO[name], x)
 
 
 def test_limit_of_zero_has_derivative_zero_at_zero():
-    x = torch.zeros(3, dtype=DOUBLE, requires_grad=True)
-    gradcheck(lambda x: functional.clip_by_norm(x, 0.0), x)
-    gradgradcheck(lambda x: functional.clip_by_norm(x, 0.0), x)
+    check(lambda x: functional.clip_by_norm(x, 0.0), torch.zeros(3, dtype=DOUBLE))
 
 
-@pytest.mark.parametrize("dims", [None, 0], ids=["whole", "dim"])
-def test_norm_has_derivative_zero_at_zero(dims):
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: functional.global_norm([x]),
+        lambda x: functional.clip_by_global_norm([x], 1.0)[1],
+    ],
+    ids=["alone", "of a clip"],
+)
+def test_norm_has_derivative_zero_at_zero(norm):
     """The mean of the slopes on all sides; the second derivative is finite too."""
     x = torch.zeros(3, dtype=DOUBLE, requires_grad=True)
-
-    def norm(x):
-        if dims is None:
-            return functional.global_norm([x])
-        return functional.clip_by_global_norm([x], 1.0)[1]
-
     gradcheck(norm, x)
     (slope,) = torch.autograd.grad(norm(x), x, create_graph=True)
     (curvature,) = torch.autograd.grad(slope.sum(), x, allow_unused=True)

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 import tritonclip
 from bench.timing import extra_bytes
 from helpers import reference
-from helpers.cases import FLOATS, HALVES, bits, normal
+from helpers.cases import FLOATS, HALVES, assert_bits, normal, untouched
 from tritonclip.engine import units
 from tritonclip.functional import clip_by_global_norm, clip_per_example
 
@@ -190,7 +190,7 @@ def test_clip_per_example_at_its_limit_changes_no_bit():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     total, norms = clip_per_example(x, 5.0)
     assert norms.tolist() == [5.0, 0.0]
-    assert torch.equal(bits(total), bits(x[0]))
+    assert_bits([total], [x[0]])
     for limit in (math.inf, 1e300):
         assert clip_per_example(x, limit)[0].tolist() == [3.0, 4.0]
     assert clip_per_example(x, 1e-300)[0].tolist() == [0.0, 0.0]
@@ -292,53 +292,61 @@ def test_clip_per_example_adds_to_buffers_of_half_precision_with_one_rounding():
     torch.testing.assert_close(buffer, (before.float() + total).bfloat16(), rtol=0, atol=0)
 
 
-def test_clip_per_example_refuses_buffers_it_cannot_add_to():
-    tree = {"a": torch.ones(2, 3), "b": torch.ones(2)}
+TREE = {"a": torch.ones(2, 3), "b": torch.ones(2)}
+ONE = torch.zeros(3)
+NO_BUFFERS: dict[str, Any] = {
+    "fewer": ({"a": ONE, "b": None}, r"structure of gradients.*got tensors at \['a'\]"),
+    "others": ({"a": ONE, "b": None, "c": ONE}, r"expected them at \['a'\], \['b'\]"),
+    "shape": ({"a": torch.zeros(2, 3)}, r"add_to\['a'\] has shape \(2, 3\) on cpu; expected"),
+    "expanded": ({"a": torch.zeros(1).expand(3)}, r"add_to\['a'\] has elements that share memory"),
+    "shared": ({"a": ONE, "b": ONE[0]}, "share memory with each other or with gradients"),
+    "gradients": ({"a": TREE["a"][0]}, "share memory with each other or with gradients"),
+    "leaf": ({"a": torch.zeros(3, requires_grad=True)}, "leaf Variable that requires grad"),
+    "complex": ({"a": torch.zeros(3, dtype=torch.complex64)}, "expected both real or complex"),
+    "integers": ({"b": torch.zeros((), dtype=torch.int64)}, "floating-point dtype"),
+}
+OTHER_KINDS = {"dtype": TypeError, "leaf": RuntimeError}
+
+
+@pytest.mark.parametrize(("wrong", "message"), NO_BUFFERS.values(), ids=NO_BUFFERS)
+def test_clip_per_example_refuses_buffers_it_cannot_add_to(wrong, message):
     right = {"a": torch.zeros(3), "b": torch.zeros(())}
-    one = torch.zeros(3)
-    for wrong, message in (
-        ({"a": torch.zeros(3)}, "structure of gradients.*got tensors at \\['a'\\]"),
-        ({"a": torch.zeros(3), "c": torch.zeros(())}, "expected them at \\['a'\\], \\['b'\\]"),
-        (right | {"a": torch.zeros(2, 3)}, r"add_to\['a'\] has shape \(2, 3\) on cpu; expected"),
-        (right | {"a": torch.zeros(1).expand(3)}, r"add_to\['a'\] has elements that share memory"),
-        (right | {"a": one, "b": one[0]}, "share memory with each other or with gradients"),
-        (right | {"a": tree["a"][0]}, "share memory with each other or with gradients"),
-        (right | {"a": torch.zeros(3, dtype=torch.complex64)}, "expected both real or complex"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            clip_per_example(tree, 1.0, add_to=wrong)
-    with pytest.raises(TypeError, match="floating-point dtype"):
-        clip_per_example(tree, 1.0, add_to=right | {"b": torch.zeros((), dtype=torch.int64)})
-    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        clip_per_example(tree, 1.0, add_to=right | {"b": torch.zeros((), requires_grad=True)})
-    recorded = {"a": tree["a"].clone().requires_grad_(), "b": tree["b"]}
-    with pytest.raises(RuntimeError, match="recorded by autograd"):
-        clip_per_example(recorded, 1.0, add_to=right)
-    assert not any(bool(x.any()) for x in (*right.values(), one))
+    given = {k: x for k, x in (right | wrong).items() if x is not None}
+    kind = next((k for word, k in OTHER_KINDS.items() if word in message), ValueError)
+    with untouched([*right.values(), ONE, *TREE.values()]), pytest.raises(kind, match=message):
+        clip_per_example(TREE, 1.0, add_to=given)
 
 
-def test_clip_per_example_refuses_bad_batches():
-    one = torch.ones(3, 2)
-    for tree, message in (
-        ([one, torch.ones(2, 2)], r"got gradients\[0\] of shape \(3, 2\) and gradients\[1\] of"),
-        ([one, torch.ones(())], r"\[B, \.\.\.\], got gradients\[1\] of shape \(\)"),
-        (torch.ones(()), r"got gradients of shape \(\)"),
-        ({}, "no tensor; expected tensors of shape"),
-        ([None], "no tensor; expected tensors of shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            clip_per_example(tree, 1.0)
-    with pytest.raises(TypeError, match="expected dense ones"):
-        clip_per_example([one.to_sparse()], 1.0)
-    with pytest.raises(TypeError, match="expected a floating-point dtype"):
-        clip_per_example([one.int()], 1.0)
-    with pytest.raises(ValueError, match="needs at least one example"):
-        clip_per_example([one[:0]], 1.0, reduce="mean")
+def test_clip_per_example_refuses_buffers_that_are_recorded():
+    recorded, total = torch.ones(2, 3, requires_grad=True), torch.zeros(3)
+    with untouched([total]), pytest.raises(RuntimeError, match="recorded by autograd"):
+        clip_per_example(recorded, 1.0, add_to=total)
 
 
-def test_clip_per_example_refuses_bad_options():
-    one: Any = torch.ones(3, 2)
-    for options, message in (
+BATCH = torch.ones(3, 2)
+NO_BATCHES: dict[str, Any] = {
+    "sizes": ([BATCH, BATCH[:2]], r"got gradients\[0\] of shape \(3, 2\) and gradients\[1\] of"),
+    "0-d": ([BATCH, BATCH[0, 0]], r"\[B, \.\.\.\], got gradients\[1\] of shape \(\)"),
+    "0-d alone": (torch.ones(()), r"got gradients of shape \(\)"),
+    "nothing": ({}, "no tensor; expected tensors of shape"),
+    "None": ([None], "no tensor; expected tensors of shape"),
+    "sparse": ([BATCH.to_sparse()], "expected dense ones"),
+    "integers": ([BATCH.int()], "expected a floating-point dtype"),
+    "no example": ([BATCH[:0]], "needs at least one example"),
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), NO_BATCHES.values(), ids=NO_BATCHES)
+def test_clip_per_example_refuses_bad_batches(tree, message):
+    kind = TypeError if "dense" in message or "dtype" in message else ValueError
+    reduce: Any = "mean" if "example" in message else "sum"
+    with pytest.raises(kind, match=message):
+        clip_per_example(tree, 1.0, reduce=reduce)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"max_norm": -1.0}, "must be 0 or more"),
         ({"max_norm": math.nan}, "must be 0 or more"),
         ({"max_norm": torch.ones(3)}, "one-element tensor"),
@@ -346,9 +354,12 @@ def test_clip_per_example_refuses_bad_options():
         ({"max_norm": torch.tensor(math.inf), "normalize": True}, "must be finite with norm"),
         ({"max_norm": 1.0, "reduce": "none"}, "must be 'sum' or 'mean', got 'none'"),
         ({"max_norm": 1.0, "nonfinite": "skip"}, "nonfinite must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            clip_per_example(one, **options)
+    ],
+    ids=str,
+)
+def test_clip_per_example_refuses_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        clip_per_example(BATCH, **options)
 
 
 # Derivatives and torch.func.

@@ -126,10 +126,7 @@ class Pair:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "tree",
-    [
-        {"a": [torch.ones(3), None], "b": (torch.ones(2),)},
-        [Pair(torch.ones(3), torch.ones(2))],
-    ],
+    [{"a": [torch.ones(3), None], "b": (torch.ones(2),)}, [Pair(torch.ones(3), torch.ones(2))]],
     ids=["containers", "dataclass"],
 )
 def test_compile_traces_structures(tree):

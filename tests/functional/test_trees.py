@@ -32,6 +32,10 @@ def four():
     return torch.tensor([4.0])
 
 
+class Mine(torch.Tensor):
+    """A subclass that the library knows nothing about."""
+
+
 TREES = {
     "tensor": lambda: torch.tensor([3.0, 4.0]),
     "list": lambda: [three(), four()],
@@ -130,45 +134,31 @@ def test_fields_without_tensors_stay_the_same_objects():
     assert functional.clip_by_norm(layer, 1.0).bias is names
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "number": (lambda: [three(), 2.0], r"x\[1\] must be a tensor or None, got float"),
     "number-in-dict": (lambda: {"a": {"b": 1}}, r"x\['a'\]\['b'\] must be a tensor"),
     "generator": (
-        lambda: (x for x in [three()]),
-        "x must be .* got generator; .*: make a list of it",
+        lambda: iter(x for x in [three()]),
+        "x must .* got generator; .*: make a list of it",
     ),
-    "values": (
-        lambda: {"a": three()}.values(),
-        "x must be .* got dict_values; .*: make a list of it",
-    ),
-    "array": (
-        lambda: [np.ones(3)],
-        r"x\[0\] must be .* got ndarray; .*: make a tensor of an array",
-    ),
+    "values": (lambda: {"a": three()}.values(), "x must .* got dict_values; .*: make a list of it"),
+    "array": (lambda: [np.ones(3)], r"x\[0\] must .* got ndarray; .*: make a tensor of an array"),
     "module": (lambda: torch.nn.Linear(2, 2), "x must be .* got Linear; .*: pass its parameters"),
     "in-dataclass": (lambda: [Layer([three(), "no"])], r"x\[0\]\.weight\[1\] must be a tensor"),
-    "subclass": (
-        lambda: [three().as_subclass(type("Mine", (torch.Tensor,), {}))],
-        r"x\[0\] is a Mine, a tensor subclass",
-    ),
+    "subclass": (lambda: [three().as_subclass(Mine)], r"x\[0\] is a Mine, a tensor subclass"),
     "bool": (lambda: torch.tensor([True]), "has dtype torch.bool"),
-    "csr": (
-        lambda: torch.eye(2).to_sparse_coo().to_sparse_csr(),
-        "has layout torch.sparse_csr",
-    ),
+    "csr": (lambda: torch.eye(2).to_sparse_coo().to_sparse_csr(), "has layout torch.sparse_csr"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     "function",
     [lambda x: functional.clip_by_norm(x, 1.0), lambda x: functional.clip_by_value(x, max=1.0)],
     ids=["norm", "value"],
 )
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_plain_tensor_is_refused_by_its_place(name, function):
-    make, message = REFUSED[name]
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_plain_tensor_is_refused_by_its_place(make, message, function):
     with pytest.raises(TypeError, match=message):
         function(make())
 

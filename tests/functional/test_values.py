@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers import reference
-from helpers.cases import (
-    FLOATS,
-    NORM_TYPES,
-    assert_bits,
-    assert_norm,
-    copies,
-    normal,
-    parameters,
-)
+from helpers.cases import FLOATS, NORM_TYPES, assert_bits, assert_norm, copies, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.engine.plan_cache import plans
 
