@@ -16,12 +16,7 @@ from itertools import chain
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import (
-    clip_grad_norm_,
-    clip_grad_value_,
-    clip_grads_with_norm_,
-    get_total_norm,
-)
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import tritonclip
 from helpers.cases import grad_of

@@ -14,14 +14,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import FLOATS, assert_bits, grad_of, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipState
-from tritonclip.backends.operators import (
-    LONG_PIECE,
-    PIECE,
-    ROW,
-    SMALL,
-    TOGETHER,
-    split_flat,
-)
+from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL, TOGETHER, split_flat
 
 pytestmark = pytest.mark.usefixtures("operators")
 
@@ -253,12 +246,7 @@ def test_gradients_are_clamped_under_autocast(dtype, autocast):
     assert grads[3][0] == 0.5
 
 
-OUTLIERS = {
-    "none": (),
-    "few": (0, 5, 1700, 2999),
-    "most": range(1800, 3000),
-    "all": range(3000),
-}
+OUTLIERS = {"none": (), "few": (0, 5, 1700, 2999), "most": range(1800, 3000), "all": range(3000)}
 
 
 @pytest.mark.covering(1)

@@ -25,7 +25,7 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytestmark = [
     # What a fork of a process with threads must not do is tested here.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ]
 
 RULES = [

@@ -7,6 +7,8 @@ large one, or by value, some elements. Nothing else is left of the call: later o
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +74,14 @@ class Arguments:
         return self.clip(), copies(self.grads)
 
 
+def ends(interrupt: Any, call: Any) -> bool:
+    """Whether a call comes to its end."""
+    with suppress(KeyboardInterrupt), interrupt:
+        call()
+        return True
+    return False
+
+
 def assert_between(grad: Tensor, before: Tensor, after: Tensor) -> None:
     """Each element is that of before or of after the call."""
     now = grad.cpu()
@@ -96,12 +106,7 @@ def test_clip_interrupted_anywhere_leaves_no_trace(device, name, rule, known):
         ours.fill(1)
         if not known:
             forget_plans()
-        try:
-            with InterruptAtBytecode(n, "/tritonclip/"):
-                ours.clip()
-            ended = True
-        except KeyboardInterrupt:
-            pass
+        ended = ends(InterruptAtBytecode(n, "/tritonclip/"), ours.clip)
         torch.set_grad_enabled(True)
         for grad, old, new in zip(ours.grads, before, after, strict=True):
             assert_between(grad, old, new)
@@ -113,30 +118,24 @@ def test_clip_interrupted_anywhere_leaves_no_trace(device, name, rule, known):
 def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():
     ours = Arguments("packed", ClipByOwnHistory(warmup=1))
 
-    def new_state() -> ClipState:
-        state = ClipState()
-        ours.fill(2)
+    def clip(state: ClipState, seed: int) -> None:
+        ours.fill(seed)
         tritonclip.clip_(ours.params, ours.rule, state=state)
-        return state
 
-    before = new_state().state_dict()["values"]
-    state = new_state()
-    ours.fill(1)
-    tritonclip.clip_(ours.params, ours.rule, state=state)
+    state = ClipState()
+    clip(state, 2)
+    saved = state.state_dict()
+    clip(state, 1)
     after = state.state_dict()["values"]
-    assert before != after
+    assert saved["values"] != after
     n, ended = 1, False
     while not ended:
-        state = new_state()
+        state = ClipState()
+        state.load_state_dict(saved)
         ours.fill(1)
-        try:
-            with InterruptAtBytecode(n, "/tritonclip/"):
-                tritonclip.clip_(ours.params, ours.rule, state=state)
-            ended = True
-        except KeyboardInterrupt:
-            pass
-        left = state.state_dict()["values"]
-        assert left in (before, after)
+        call = partial(tritonclip.clip_, ours.params, ours.rule, state=state)
+        ended = ends(InterruptAtBytecode(n, "/tritonclip/"), call)
+        assert state.state_dict()["values"] in (saved["values"], after)
         n += 7
 
 
@@ -174,12 +173,7 @@ def test_interrupt_leaves_autograd_on(call, cold):
             forget_plans()
         for param in params:
             param.grad = torch.ones(param.shape, requires_grad=True)
-        try:
-            with InterruptAtCall(n):
-                CALLS[call](params, optimizer)
-            ended = True
-        except KeyboardInterrupt:
-            pass
+        ended = ends(InterruptAtCall(n), partial(CALLS[call], params, optimizer))
         assert torch.is_grad_enabled(), n
         n += 1
     assert n > 30

@@ -418,10 +418,7 @@ def test_calls_that_are_verified_measure_first(device, rule, monkeypatch):
 
 
 def test_lists_of_two_groups_are_measured_first(device, only_directly):
-    grads = [
-        *of_sizes((5,), torch.float32, device),
-        *of_sizes((5,), torch.float64, device),
-    ]
+    grads = [*of_sizes((5,), torch.float32, device), *of_sizes((5,), torch.float64, device)]
     with pytest.raises(AssertionError, match="measured before"):
         tritonclip.clip_(parameters(grads), 0.5)
 

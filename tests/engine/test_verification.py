@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from helpers.cases import (
     FLOATS,
     NORM_TYPES,
     assert_bits,
-    copies,
     each_rule,
     normal,
     of_sizes,
     parameter,
     parameters,
+    unchanged,
 )
 from tritonclip import (
     ClipByGlobalNorm,
@@ -41,6 +42,13 @@ SIZES = (0, 1, 7, 300, CHUNK + 1)
 def named(grads):
     """Parameters called w0, w1, ..."""
     return [(f"w{index}", one) for index, one in enumerate(parameters(grads))]
+
+
+@contextmanager
+def wrong(match=None):
+    """Verification finds what is wrong inside."""
+    with tritonclip.verify(), pytest.raises(VerificationError, match=match) as caught:
+        yield caught
 
 
 @pytest.mark.covering(2)
@@ -111,38 +119,35 @@ def test_verify_leaves_errors_as_they_are(device):
 @pytest.mark.parametrize(
     ("rule", "verb"),
     [
-        pytest.param(ClipByGlobalNorm(0.5), "scale_", id="global"),
-        pytest.param(ClipByNorm(0.5), "scale_each_", id="by-norm"),
-        pytest.param(ClipByValue(0.1), "clamp_", id="by-value"),
+        (ClipByGlobalNorm(0.5), "scale_"),
+        (ClipByNorm(0.5), "scale_each_"),
+        (ClipByValue(0.1), "clamp_"),
     ],
+    ids=["global", "by-norm", "by-value"],
 )
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_verify_names_parameter_index_and_values(verbs, device, monkeypatch, rule, verb, dtype):
     """One element of one gradient, wrong by a sixteenth."""
     grads = [normal(5, dtype, device), normal((4, 300), dtype, device, seed=1)]
-    right = copies(grads)
-    tritonclip.clip_(parameters(right := [grad.to(device) for grad in right]), rule)
-
+    right = [grad.clone() for grad in grads]
+    tritonclip.clip_(parameters(right), rule)
     break_scale(monkeypatch, verbs, lambda: grads[1][2, 256].mul_(1.0625), verb)
-    with tritonclip.verify(), pytest.raises(VerificationError) as caught:
+    with wrong() as caught:
         tritonclip.clip_(named(grads), rule)
-    found = re.search(
-        r"(w1\[2, 256\]): got (\S+), expected (\S+) \(1 of 1200 elements differ\)",
-        str(caught.value),
-    )
+    message = r"w1\[2, 256\]: got (\S+), expected (\S+) \(1 of 1200 elements differ\)"
+    found = re.search(message, str(caught.value))
     assert found, caught.value
-    place, got, expected = found.groups()
-    assert place == "w1[2, 256]"
-    assert float(got) == grads[1][2, 256].item()
+    got, expected = map(float, found.groups())
+    assert got == grads[1][2, 256].item()
     # What is expected is not rounded yet.
-    assert float(expected) == pytest.approx(right[1][2, 256].item(), rel=2 * torch.finfo(dtype).eps)
+    assert expected == pytest.approx(right[1][2, 256].item(), rel=2 * torch.finfo(dtype).eps)
     assert "w0" not in str(caught.value)
 
 
 def test_verify_finds_two_units_in_the_last_place(verbs, device, monkeypatch):
     grads = [torch.full((300,), 1.0, dtype=torch.bfloat16, device=device)]
     break_scale(monkeypatch, verbs, lambda: grads[0][299:].view(torch.int16).add_(2))
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[0\]\[299\]"):
+    with wrong(r"parameters\[0\]\[299\]"):
         tritonclip.clip_(parameters(grads), 1.0)
 
 
@@ -151,134 +156,115 @@ def test_verify_finds_an_element_that_was_left_out(verbs, device, monkeypatch):
     grads = of_sizes((5, 300), torch.float32, device)
     last = grads[1][-1].clone()
     break_scale(monkeypatch, verbs, lambda: grads[1][-1].copy_(last))
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[1\]\[299\]"):
+    with wrong(r"parameters\[1\]\[299\]"):
         tritonclip.clip_(parameters(grads), 0.5)
 
 
 def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch):
     grads = of_sizes((5, 300), torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: grads[0][3].mul_(1.001))
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[0\]\[3\]"):
+    with wrong(r"parameters\[0\]\[3\]"):
         tritonclip.clip_(parameters(grads), 1e9)
 
 
-def test_verify_finds_a_norm_that_is_off(faulty_verbs, device, monkeypatch):
-    grads = [torch.tensor([3.0, 4.0], device=device)]
-    break_norm(monkeypatch, faulty_verbs, 1 + 1e-4)
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
-    ):
-        tritonclip.clip_(parameters(grads), 1.0)
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
-    ):
-        tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
-
-
-def test_verify_finds_a_norm_that_is_nan(faulty_verbs, device, monkeypatch):
-    break_norm(monkeypatch, faulty_verbs, torch.nan)
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"norm: got nan, expected 5\.0\b"),
-    ):
-        tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
+@pytest.mark.parametrize(
+    ("factor", "got"), [(1 + 1e-4, r"5\.000\d+"), (torch.nan, "nan")], ids=["off", "nan"]
+)
+@pytest.mark.parametrize(
+    "call",
+    [lambda grad: tritonclip.clip_(parameters([grad]), 1.0), tritonclip.get_total_norm],
+    ids=["clip_", "get_total_norm"],
+)
+def test_verify_finds_a_norm_that_is_off(faulty_verbs, device, monkeypatch, call, factor, got):
+    break_norm(monkeypatch, faulty_verbs, factor)
+    with wrong(rf"norm: got {got}, expected 5\.0\b"):
+        call(torch.tensor([3.0, 4.0], device=device))
 
 
 def test_verify_finds_norms_by_gradient_that_are_off(faulty_verbs, device, monkeypatch):
     grads = of_sizes((5, 300), torch.float32, device)
     break_norm(monkeypatch, faulty_verbs, 1 - 1e-4)
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"norm of w0: got .*norm of w1"),
-    ):
+    with wrong(r"norm of w0: got .*norm of w1"):
         tritonclip.clip_(named(grads), ClipByNorm(1.0))
 
 
-@pytest.mark.parametrize("by_gradient", [False, True], ids=["global", "by-norm"])
+@pytest.mark.parametrize(
+    ("rule", "verb"),
+    [(ClipByGlobalNorm(0.5), "scale_"), (ClipByNorm(0.5), "scale_each_")],
+    ids=["global", "by-norm"],
+)
 @pytest.mark.parametrize("factor", [1 + 1e-4, 1 - 1e-4, math.inf], ids=["above", "below", "none"])
-def test_verify_finds_a_limit_that_is_off(faulty_verbs, device, monkeypatch, by_gradient, factor):
+def test_verify_finds_a_limit_that_is_off(faulty_verbs, device, monkeypatch, rule, verb, factor):
     """By a limit of inf, nothing is written."""
-    verb = "scale_each_" if by_gradient else "scale_"
     real = getattr(faulty_verbs, verb)
-    monkeypatch.setattr(
-        faulty_verbs,
-        verb,
-        lambda batch, norms, clip: real(batch, norms, clip._replace(limit=clip.limit * factor)),
-    )
-    grads = of_sizes((5, 300), torch.float32, device)
-    rule = ClipByNorm(0.5) if by_gradient else ClipByGlobalNorm(0.5)
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[0\]: got .* w1\[0\]"):
-        tritonclip.clip_(named(grads), rule)
+
+    def broken(batch, norms, clip):
+        return real(batch, norms, clip._replace(limit=clip.limit * factor))
+
+    monkeypatch.setattr(faulty_verbs, verb, broken)
+    with wrong(r"w0\[0\]: got .* w1\[0\]"):
+        tritonclip.clip_(named(of_sizes((5, 300), torch.float32, device)), rule)
 
 
-def test_verify_finds_a_clamp_that_drops_nan(verbs, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda grad: grad.nan_to_num_(0.1), r"w0\[1\]: got 0\.1\S*, expected nan \(1 of 3"),
+        (lambda grad: grad.mul_(1 + 2.0**-23), r"w0\[0\]"),
+    ],
+    ids=["drops NaN", "is off by the last digit"],
+)
+def test_verify_finds_a_clamp_that(verbs, device, monkeypatch, spoil, message):
     grads = [torch.tensor([0.05, torch.nan, 7.0], device=device)]
-    break_scale(monkeypatch, verbs, lambda: grads[0].nan_to_num_(0.1), "clamp_")
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"w0\[1\]: got 0\.1\S*, expected nan \(1 of 3"),
-    ):
+    break_scale(monkeypatch, verbs, lambda: spoil(grads[0]), "clamp_")
+    with wrong(message):
         tritonclip.clip_(named(grads), ClipByValue(0.1))
 
 
 def test_verify_finds_what_should_have_become_zero(verbs, device, monkeypatch):
     grads = [torch.tensor([1.0, torch.nan], device=device), torch.ones(3, device=device)]
     break_scale(monkeypatch, verbs, lambda: grads[1][2].fill_(1e-30))
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"w1\[2\]: got 1\S*e-30, expected 0\.0"),
-    ):
+    with wrong(r"w1\[2\]: got 1\S*e-30, expected 0\.0"):
         tritonclip.clip_(named(grads), 1.0, nonfinite="zero")
 
 
 def test_verify_covers_clip_grads_with_norm(verbs, device, monkeypatch):
     grads = of_sizes((5, 300), torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: grads[1][7].mul_(1.001))
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w1\[7\]: got"):
+    with wrong(r"w1\[7\]: got"):
         tritonclip.clip_grads_with_norm_(named(grads), 1.0, torch.tensor(3.0))
 
 
 def test_verify_covers_the_torch_functions(verbs, device, monkeypatch):
     grads = [torch.full((3,), 2.0, device=device)]
-    break_scale(monkeypatch, verbs, lambda: grads[0][1].mul_(1.001))
-    break_scale(monkeypatch, verbs, lambda: grads[0][1].mul_(1.001), "clamp_")
-    with tritonclip.verify():
-        with pytest.raises(VerificationError, match=r"w0\[1\]: got"):
-            tritonclip.clip_grad_norm_(named(grads), 1.0)
-        with pytest.raises(VerificationError, match=r"w0\[1\]: got"):
-            tritonclip.clip_grad_value_(named(grads), 0.1)
+    for name, verb in (("clip_grad_norm_", "scale_"), ("clip_grad_value_", "clamp_")):
+        break_scale(monkeypatch, verbs, lambda: grads[0][1].mul_(1.001), verb)
+        with wrong(r"w0\[1\]: got"):
+            getattr(tritonclip, name)(named(grads), 0.5)
 
 
 def test_verify_finds_a_wrong_value_of_a_sparse_gradient(verbs, device, monkeypatch):
     """Named by its place in the dense tensor."""
-    at = torch.tensor([[0, 2, 2], [1, 0, 3]], device=device)
-    grad = torch.sparse_coo_tensor(
-        at, [1.0, 2.0, 3.0], (3, 4), device=device, check_invariants=False
-    ).coalesce()
+    at, values = torch.tensor([[0, 2, 2], [1, 0, 3]]), torch.tensor([1.0, 2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(at, values, (3, 4), check_invariants=False)
+    grad = sparse.to(device).coalesce()
     break_scale(monkeypatch, verbs, lambda: grad._values()[2].mul_(1.001))
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[2, 3\]: got"):
+    with wrong(r"w0\[2, 3\]: got"):
         tritonclip.clip_(named([grad]), 0.5)
 
 
 def test_verify_finds_a_wrong_value_of_a_complex_gradient(verbs, device, monkeypatch):
     grad = normal((3, 4), torch.complex64, device)
     break_scale(monkeypatch, verbs, lambda: torch.view_as_real(grad)[2, 1, 1].mul_(1.001))
-    with (
-        tritonclip.verify(),
-        pytest.raises(VerificationError, match=r"w0\[2, 1\]: got \(.*j\), exp"),
-    ):
+    with wrong(r"w0\[2, 1\]: got \(.*j\), exp"):
         tritonclip.clip_(named([grad]), 0.5)
 
 
 @pytest.mark.parametrize("rule", [0.5, ClipByNorm(0.5)], ids=["global", "by-norm"])
 def test_verify_knows_that_zeros_of_a_sparse_gradient_stay(device, rule):
     """Whatever they are multiplied by, as NaN here."""
-    values = torch.tensor([1.0, torch.nan], device=device)
-    grad = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2]], device=device), values, (4,), check_invariants=False
-    )
+    at, values = torch.tensor([[0, 2]]), torch.tensor([1.0, torch.nan])
+    grad = torch.sparse_coo_tensor(at, values, (4,), check_invariants=False).to(device)
     with tritonclip.verify():
         tritonclip.clip_(named([grad]), rule)
     assert grad.to_dense().isnan().tolist() == [True, False, True, False]
@@ -295,19 +281,18 @@ def test_verify_multiplies_both_parts_of_a_complex_gradient(device):
 def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch, n, more):
     grads = of_sizes(range(1, n + 1), torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: [grad[0].mul_(1.001) for grad in grads])
-    with tritonclip.verify(), pytest.raises(VerificationError) as caught:
+    with wrong() as caught:
         tritonclip.clip_(named(grads), 0.5)
     assert re.findall(r"w\d", str(caught.value)) == ["w0", "w1", "w2"]
     assert re.findall(r"and (\d) more", str(caught.value)) == [str(more)] * (more > 0)
 
 
 def test_verify_leaves_the_gradients_as_the_call_left_them(verbs, device, monkeypatch):
-    grads = [torch.tensor([3.0, 4.0], device=device)]
-    break_scale(monkeypatch, verbs, lambda: grads[0][1].fill_(9.0))
-    with tritonclip.verify(), pytest.raises(VerificationError):
-        tritonclip.clip_(parameters(grads), 1.0)
-    assert grads[0][0].item() == pytest.approx(0.6)
-    assert grads[0][1].item() == 9.0
+    grad = torch.tensor([3.0, 4.0], device=device)
+    break_scale(monkeypatch, verbs, lambda: grad[1].fill_(9.0))
+    with wrong():
+        tritonclip.clip_(parameters([grad]), 1.0)
+    assert grad.tolist() == pytest.approx([0.6, 9.0])
 
 
 def test_verify_accepts_a_norm_beyond_the_range_of_its_dtype(device):
@@ -346,9 +331,8 @@ def test_verify_passes_small_orders(device, dtype, p):
 def test_a_limit_beyond_float32_clips_nothing(device):
     """It is rounded to inf, and so it is here."""
     grads = [torch.full((33_000,), 2e37, dtype=torch.bfloat16, device=device)]
-    with tritonclip.verify():
+    with unchanged(grads), tritonclip.verify():
         tritonclip.clip_(parameters(grads), 6.5e38)
-    assert_bits(grads, [torch.full((33_000,), 2e37, dtype=torch.bfloat16)])
 
 
 def add_clipped(weight, limit, grad_scale=None):
@@ -384,17 +368,12 @@ def weight_of(size, dtype, device):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [1e-5, 1e-3, 0.1])
 @pytest.mark.parametrize(
-    ("dtype", "size"),
-    [
-        pytest.param(torch.float32, 5e37, id="float32"),
-        pytest.param(torch.bfloat16, 5e37, id="bfloat16"),
-        pytest.param(torch.complex64, 5e37, id="complex64"),
-        pytest.param(torch.float64, 3e307, id="float64"),
-    ],
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float64], ids=str
 )
 @pytest.mark.parametrize("call", CALLS)
-def test_verify_accepts_a_subnormal_coefficient(device, call, dtype, size, limit):
+def test_verify_accepts_a_subnormal_coefficient(device, call, dtype, limit):
     """1e-5 over a norm of 1.4e38 has six bits in float32."""
+    size = 3e307 if dtype == torch.float64 else 5e37
     with tritonclip.verify():
         CALLS[call][1](weight_of(size, dtype, device), limit)
 
@@ -406,7 +385,7 @@ def test_verify_finds_a_tenth(verbs, device, monkeypatch, call, size):
     verb, run = CALLS[call]
     weight = weight_of(size, torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: weight.grad[1, 3].mul_(1.1), verb)
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"\[1, 3\]: got"):
+    with wrong(r"\[1, 3\]: got"):
         run(weight, 1e-5)
 
 
@@ -427,10 +406,9 @@ def test_environment_with_another_word_is_refused(monkeypatch):
 @pytest.mark.parametrize("value", ["0", "off", "", None])
 def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
     """No gradient is copied and nothing is looked at."""
+    monkeypatch.setenv("TRITONCLIP_VERIFY", value or "")
     if value is None:
-        monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    else:
-        monkeypatch.setenv("TRITONCLIP_VERIFY", value)
+        monkeypatch.delenv("TRITONCLIP_VERIFY")
     monkeypatch.setattr(verify, "Reference", lambda found: pytest.fail("verified"))
     clone, sizes = torch.Tensor.clone, (5, 300)
 
@@ -451,7 +429,7 @@ def test_verify_ends_with_its_block(faulty_verbs, device, monkeypatch):
     grads = of_sizes((5,), torch.float32, device)
     with tritonclip.verify(), tritonclip.verify():
         pass
-    with pytest.raises(VerificationError), tritonclip.verify():
+    with wrong():
         tritonclip.clip_(parameters(grads), 0.5)
     tritonclip.clip_(parameters(grads), 0.5)
 
@@ -462,7 +440,7 @@ def test_verify_checks_a_list_that_was_clipped_without_it(faulty_verbs, device, 
     for _ in range(2):
         tritonclip.clip_(known, 0.5)
     break_norm(monkeypatch, faulty_verbs, 1.001)
-    with pytest.raises(VerificationError), tritonclip.verify():
+    with wrong():
         tritonclip.clip_(known, 0.25)
     tritonclip.clip_(known, 0.125)
 
@@ -485,10 +463,3 @@ def test_verify_holds_in_its_own_thread_only(monkeypatch):
 def test_verify_takes_no_argument_and_says_how_it_is_called(call, said):
     with pytest.raises(TypeError, match=said):
         call()
-
-
-def test_verify_finds_a_clamp_that_is_off_by_the_last_digit(verbs, device, monkeypatch):
-    grads = [torch.tensor([0.05, 7.0], device=device)]
-    break_scale(monkeypatch, verbs, lambda: grads[0].mul_(1 + 2.0**-23), "clamp_")
-    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[0\]"):
-        tritonclip.clip_(named(grads), ClipByValue(0.1))

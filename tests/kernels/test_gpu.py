@@ -32,10 +32,7 @@ pytestmark = [
         not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"
     ),
 ]
-RULES = [
-    *each_rule(0.5, 0.1),
-    pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3"),
-]
+RULES = [*each_rule(0.5, 0.1), pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3")]
 SIZES = (3, 4097, 2 * CHUNK + 5)
 MIXED = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
 
