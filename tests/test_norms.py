@@ -10,19 +10,23 @@ from torch import nn
 
 import tritonclip
 from helpers import reference
-from helpers.cases import FLOATS, assert_norm, normal
+from helpers.cases import FLOATS, assert_norm, normal, parameters, untouched
 
 SHAPES = {"body.weight": (7, 5), "body.bias": (7,), "head.weight": (3,), "head.bias": ()}
 
 
 def new_model(dtype=torch.float32, device="cpu"):
     """Named parameters with random gradients."""
-    named = []
-    for seed, (name, shape) in enumerate(SHAPES.items()):
-        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        parameter.grad = normal(shape, dtype, device, seed=seed) * 10**seed
-        named.append((name, parameter))
-    return named
+    grads = [normal(s, dtype, device, seed) * 10**seed for seed, s in enumerate(SHAPES.values())]
+    return [*zip(SHAPES, parameters(grads), strict=True)]
+
+
+def by_first_name(name):
+    return name.split(".")[0]
+
+
+def numbers(norms):
+    return {name: float(norm) for name, norm in norms.items()}
 
 
 def expected_norms(named, p=2.0):
@@ -46,7 +50,7 @@ def test_norms_are_those_of_each_gradient(device, dtype, p):
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 20.0, math.inf])
 def test_group_of_measures_groups_together(device, p):
     named = new_model(device=device)
-    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0], norm_type=p)
+    norms = tritonclip.norms_by_name(named, group_of=by_first_name, norm_type=p)
     assert list(norms) == ["body", "head"]
     for group, norm in norms.items():
         grads = [one.grad for name, one in named if name.startswith(group)]
@@ -55,10 +59,8 @@ def test_group_of_measures_groups_together(device, p):
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_groups_neither_overflow_nor_underflow(device, size):
-    named = [(f"w{i}", torch.zeros(3, device=device, requires_grad=True)) for i in range(2)]
-    grads = [torch.full((3,), size, device=device) for _ in named]
-    for (_, one), grad in zip(named, grads, strict=True):
-        one.grad = grad
+    grads = [torch.full((3,), size, device=device) for _ in range(2)]
+    named = zip(("w0", "w1"), parameters(grads), strict=True)
     (norm,) = tritonclip.norms_by_name(named, group_of=lambda name: "all").values()
     assert_norm(norm, reference.total_norm(grads, 2.0))
 
@@ -74,7 +76,7 @@ def test_parameters_of_one_name_are_one_group():
 def test_norms_that_are_not_finite_stay_with_their_names(device, value):
     named = new_model(device=device)
     named[0][1].grad[0, 0] = value
-    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0])
+    norms = tritonclip.norms_by_name(named, group_of=by_first_name)
     assert not math.isfinite(norms["body"])
     assert math.isfinite(norms["head"])
     assert math.isnan(norms["body"]) == math.isnan(value)
@@ -84,23 +86,19 @@ def test_modules_lists_and_buffers_give_the_same_norms():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     flat = tritonclip.FlatGradients(model)
     model(torch.ones(5, 3)).sum().backward()
-    norms = {name: float(norm) for name, norm in tritonclip.norms_by_name(model).items()}
-    assert {name: float(norm) for name, norm in tritonclip.norms_by_name(flat).items()} == norms
-    unnamed = tritonclip.norms_by_name(model.parameters())
-    assert list(unnamed) == [f"parameters[{i}]" for i in range(4)]
-    assert list(map(float, unnamed.values())) == list(norms.values())
+    norms = numbers(tritonclip.norms_by_name(model))
+    assert numbers(tritonclip.norms_by_name(flat)) == norms
+    unnamed = numbers(tritonclip.norms_by_name(model.parameters()))
+    assert [*unnamed] == [f"parameters[{i}]" for i in range(4)]
+    assert [*unnamed.values()] == [*norms.values()]
 
 
 def test_sparse_complex_and_empty_gradients_are_measured():
     rows = nn.Embedding(5, 3, sparse=True)
     rows(torch.tensor([1, 1, 2])).sum().backward()
     before = rows.weight.grad
-    pairs = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    pairs.grad = torch.tensor([3 + 4j, 12j])
-    none = nn.Parameter(torch.zeros(0))
-    none.grad = torch.zeros(0)
-    named = [("rows", rows.weight), ("pairs", pairs), ("none", none)]
-    norms = tritonclip.norms_by_name(named)
+    pairs, none = parameters([torch.tensor([3 + 4j, 12j]), torch.zeros(0)])
+    norms = tritonclip.norms_by_name([("rows", rows.weight), ("pairs", pairs), ("none", none)])
     # Row 1 has the gradient 2, row 2 has 1, in three columns.
     assert_norm(norms["rows"], 15**0.5)
     assert_norm(norms["pairs"], 13.0)
@@ -111,24 +109,14 @@ def test_sparse_complex_and_empty_gradients_are_measured():
 
 
 def test_a_tied_weight_counts_under_each_of_its_names():
-    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
-    one.grad, other.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    """And once in a group."""
+    one, other = parameters([torch.tensor([3.0, 4.0]), torch.tensor([12.0])])
     named = [("first.a", one), ("between", other), ("second.a", one), ("second.b", other)]
-    norms = tritonclip.norms_by_name(named)
-    assert list(map(float, norms.values())) == [5.0, 12.0, 5.0, 12.0]
-    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0])
-    assert {name: float(norm) for name, norm in norms.items()} == {
-        "first": 5.0,
-        "between": 12.0,
-        "second": 13.0,
-    }
-
-
-def test_a_group_counts_a_tied_weight_once():
-    one = nn.Parameter(torch.zeros(2))
-    one.grad = torch.tensor([3.0, 4.0])
-    norms = tritonclip.norms_by_name([("a", one), ("b", one)], group_of=lambda name: "all")
-    assert {name: float(norm) for name, norm in norms.items()} == {"all": 5.0}
+    assert [*numbers(tritonclip.norms_by_name(named)).values()] == [5.0, 12.0, 5.0, 12.0]
+    norms = tritonclip.norms_by_name(named, group_of=by_first_name)
+    assert numbers(norms) == {"first": 5.0, "between": 12.0, "second": 13.0}
+    norms = tritonclip.norms_by_name(named, group_of=lambda name: "all")
+    assert numbers(norms) == {"all": 13.0}
 
 
 def test_names_stay_where_a_gradient_is_missing():
@@ -148,8 +136,7 @@ def test_left_out_are_parameters_that_are_not_clipped_or_frozen():
 
 
 def test_no_gradient_at_all_gives_zeros():
-    layer = nn.Linear(2, 1)
-    assert list(map(float, tritonclip.norms_by_name(layer).values())) == [0.0, 0.0]
+    assert [*numbers(tritonclip.norms_by_name(nn.Linear(2, 1))).values()] == [0.0, 0.0]
 
 
 def test_tensors_that_are_no_parameters_are_noticed():
@@ -160,18 +147,15 @@ def test_tensors_that_are_no_parameters_are_noticed():
 @pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)], ids=["number", "tensor"])
 def test_norms_are_divided_by_the_loss_scale(scale):
     named = new_model()
-    whole = tritonclip.norms_by_name(named)
-    for name, norm in tritonclip.norms_by_name(named, grad_scale=scale).items():
-        assert float(norm) == float(whole[name]) / 8
+    whole = numbers(tritonclip.norms_by_name(named))
+    divided = numbers(tritonclip.norms_by_name(named, grad_scale=scale))
+    assert divided == {name: norm / 8 for name, norm in whole.items()}
 
 
 def test_gradients_are_not_changed(device):
     named = new_model(device=device)
-    before = [(one.grad.clone(), one.grad._version) for _, one in named]
-    tritonclip.norms_by_name(named)
-    for (grad, version), (_, one) in zip(before, named, strict=True):
-        assert torch.equal(grad, one.grad)
-        assert one.grad._version == version
+    with untouched(one.grad for _, one in named):
+        tritonclip.norms_by_name(named)
 
 
 def test_verification_covers_the_norms(monkeypatch):

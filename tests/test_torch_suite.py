@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import tritonclip
-from helpers.cases import grad_of
+from helpers.cases import grad_of, parameters, unchanged
 from tritonclip.patching import TorchPatch
 
 ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"], ids=str)
@@ -48,6 +48,10 @@ def with_gradients(*grads: Tensor | None) -> nn.Linear:
     for parameter, grad in zip(layer.parameters(), grads, strict=True):
         parameter.grad = None if grad is None else grad.clone()
     return layer
+
+
+def parameters_of(grads: Sequence[Sequence[float]]) -> list[Tensor]:
+    return parameters(map(torch.tensor, grads))
 
 
 def norm_of(layer: nn.Linear, order: float | str) -> float:
@@ -151,25 +155,14 @@ CASES = [
 @pytest.mark.parametrize(("grads", "p"), CASES)
 def test_clip_grad_norm_error_if_nonfinite(grads, p):
     """torch's error, and nothing changes; without the option no error, and torch's result."""
-
-    def made() -> list[Tensor]:
-        params = [torch.zeros(len(grad)) for grad in grads]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = torch.tensor(grad)
-        return params
-
-    params = made()
-    with pytest.raises(RuntimeError, match=f"The total norm of order {float(p)} for gradients"):
+    params, expected = parameters_of(grads), parameters_of(grads)
+    refused = pytest.raises(RuntimeError, match=f"The total norm of order {float(p)} for gradients")
+    with unchanged(map(grad_of, params)), refused:
         clip_grad_norm_(params, 1.0, norm_type=p, error_if_nonfinite=True)
-    assert [str(grad_of(q).tolist()) for q in params] == [
-        str(torch.tensor(grad).tolist()) for grad in grads
-    ]
     norm = clip_grad_norm_(params, 1.0, norm_type=p, error_if_nonfinite=False)
-    expected = made()
     theirs = clip_grad_norm_.__wrapped__(expected, 1.0, norm_type=p)  # type: ignore[attr-defined]
-    torch.testing.assert_close(norm, theirs, equal_nan=True, rtol=1e-5, atol=0)
-    for one, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, equal_nan=True, rtol=1e-5, atol=0)
+    found, truth = [norm, *map(grad_of, params)], [theirs, *map(grad_of, expected)]
+    torch.testing.assert_close(found, truth, equal_nan=True, rtol=1e-5, atol=0)
 
 
 FINITE = [
@@ -183,11 +176,7 @@ FINITE = [
 @pytest.mark.filterwarnings("ignore:torch's own function serves this call")
 @pytest.mark.parametrize(("grads", "p"), FINITE)
 def test_error_if_nonfinite_does_not_raise_for_finite_norms(grads, p):
-    params = [torch.zeros(len(grad)) for grad in grads]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = torch.tensor(grad)
-    norm = clip_grad_norm_(params, 1.0, norm_type=p, error_if_nonfinite=True)
-    expected = clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = torch.tensor(grad)
-    torch.testing.assert_close(norm, expected(params, 1.0, norm_type=p), rtol=1e-5, atol=0)
+    norm = clip_grad_norm_(parameters_of(grads), 1.0, norm_type=p, error_if_nonfinite=True)
+    theirs = clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
+    expected = theirs(parameters_of(grads), 1.0, norm_type=p)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)

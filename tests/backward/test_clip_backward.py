@@ -55,12 +55,14 @@ def assert_clipped(actual: torch.Tensor, grad: torch.Tensor, rule: Any) -> None:
     torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=0, equal_nan=True)
 
 
+def check(grad: torch.Tensor, rule: Any) -> None:
+    assert_clipped(through(grad, rule), grad.cpu(), rule)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_backward_returns_x_unchanged(rule):
     x = normal(7).requires_grad_()
-
     y = clip_backward(x, rule)
-
     assert_bits([y], [x])
     assert y.data_ptr() == x.data_ptr()
 
@@ -70,23 +72,17 @@ def test_clip_backward_returns_x_unchanged(rule):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_clip_backward_clips_the_gradient(backend, dtype, size, rule):
-    grad = normal(size, dtype, backend.device)
-
-    assert_clipped(through(grad, rule), grad.cpu(), rule)
+    check(normal(size, dtype, backend.device), rule)
 
 
 @pytest.mark.parametrize("p", NORM_TYPES)
 def test_clip_backward_measures_any_norm(backend, p):
-    grad, rule = normal((9, 7), device=backend.device), ClipByNorm(0.01, norm_type=p)
-
-    assert_clipped(through(grad, rule), grad.cpu(), rule)
+    check(normal((9, 7), device=backend.device), ClipByNorm(0.01, norm_type=p))
 
 
 @pytest.mark.parametrize("dtype", named([torch.complex64, torch.complex128]))
 def test_clip_backward_clips_complex_gradients_by_modulus(dtype):
-    grad, rule = normal(7, dtype), ClipByNorm(0.5)
-
-    assert_clipped(through(grad, rule), grad, rule)
+    check(normal(7, dtype), ClipByNorm(0.5))
 
 
 class Copying(torch.autograd.Function):
@@ -157,22 +153,16 @@ def kept_by_a_hook(identity: Identity, x: Any) -> list[Any]:
     return [x.grad, *kept]
 
 
-HOLDERS = (
-    expanded,
-    from_the_user,
-    view_from_numpy,
-    of_two_branches,
-    saved_by_the_graph,
-    kept_by_a_hook,
-)
+HOLDERS = [
+    *(expanded, from_the_user, view_from_numpy, of_two_branches),
+    *(saved_by_the_graph, kept_by_a_hook),
+]
 
 
 @pytest.mark.parametrize("scenario", HOLDERS, ids=lambda scenario: scenario.__name__)
 def test_clip_backward_leaves_gradients_alone_that_others_hold(scenario):
     x, twin = (normal((4, 3), seed=1).requires_grad_() for _ in range(2))
-
     results = copies(scenario(lambda t: clip_backward(t, ClipByNorm(0.01)), x))
-
     expected = scenario(Copying.apply, twin)
     assert_bits(results, expected)
     assert all(t.abs().max() > 0 for t in expected)
@@ -181,7 +171,6 @@ def test_clip_backward_leaves_gradients_alone_that_others_hold(scenario):
 @pytest.mark.parametrize("rule", [ClipByNorm(1e3), ClipByValue(1e3)], ids=["by-norm", "by-value"])
 def test_clip_backward_leaves_gradients_within_the_limit(backend, rule):
     grad = normal(CHUNK + 1, torch.float16, backend.device)
-
     assert_bits([through(grad, rule)], [grad])
 
 
@@ -189,21 +178,18 @@ def test_clip_backward_leaves_gradients_within_the_limit(backend, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_backward_propagates_nonfinite(backend, rule, bad):
     grad = torch.tensor([3.0, bad, -1.0], device=backend.device)
-
     assert_bits([through(grad, rule)], [clipped(grad.cpu(), rule)])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_backward_zeroes_nonfinite(backend, rule):
     grad = torch.tensor([3.0, torch.nan, -1.0], device=backend.device)
-
     assert_bits([through(grad, rule, nonfinite="zero")], [torch.zeros(3)])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_backward_raises_on_nonfinite(rule):
     grad = torch.tensor([3.0, torch.nan, -1.0])
-
     with pytest.raises(RuntimeError, match=r"x in clip_backward.* non-finite"):
         through(grad, rule, nonfinite="error")
     assert grad[0] == 3
@@ -211,16 +197,13 @@ def test_clip_backward_raises_on_nonfinite(rule):
 
 def test_clip_backward_keeps_x_without_gradient():
     x = torch.arange(3)
-
     assert_bits([clip_backward(x, ClipByNorm(1.0))], [x])
 
 
 def test_clip_backward_accepts_a_result_without_use():
     x, y = normal(3).requires_grad_(), normal(3).requires_grad_()
     clip_backward(x, ClipByNorm(1.0))
-
     y.sum().backward()
-
     assert x.grad is None
 
 
@@ -229,13 +212,11 @@ def test_clip_backward_clips_at_every_time_step():
     weight = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     inputs = normal((6, 5), torch.float64)
     rule = ClipByValue(0.75)
-
     state, states = torch.zeros(5, dtype=torch.float64), []
     for entry in inputs:
         states.append(state)
         state = clip_backward(weight * state + entry, rule)
     state.square().sum().backward()
-
     delta, expected = 2 * state.detach(), 0.0
     for before in reversed(states):
         delta = delta.clamp(-0.75, 0.75)
@@ -249,9 +230,7 @@ def test_module_clips_inside_a_sequential():
     rule = ClipByNorm(0.01)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), ClipBackward(rule), torch.nn.Tanh())
     x = normal((4, 3))
-
     model(x).sum().backward()
-
     hidden = model[0](x).detach().requires_grad_()
     hidden.tanh().sum().backward()
     assert hidden.grad is not None
@@ -269,7 +248,6 @@ def test_clip_backward_inside_activation_checkpoint(rule, reentrant):
         return clip_backward(x.exp(), rule).tanh()
 
     torch.utils.checkpoint.checkpoint(segment, x, use_reentrant=reentrant).sum().backward()
-
     segment(twin).sum().backward()
     assert_bits([grad_of(x)], [grad_of(twin)])
 
@@ -282,7 +260,6 @@ def test_clip_backward_under_autocast():
         hidden.register_hook(lambda grad: seen.append(grad))
         result = clip_backward(hidden, rule)
         (result.sum() * 1.0).backward()
-
     assert seen[0].dtype == torch.bfloat16
     assert_clipped(seen[0], torch.ones(4, 2, dtype=torch.bfloat16), rule)
 
@@ -290,11 +267,9 @@ def test_clip_backward_under_autocast():
 def test_clip_backward_serves_every_backward_of_a_retained_graph():
     x, rule = normal(5).requires_grad_(), ClipByNorm(0.5)
     loss = clip_backward(x * 2, rule).square().sum()
-
     loss.backward(retain_graph=True)
     first = grad_of(x).clone()
     loss.backward()
-
     torch.testing.assert_close(grad_of(x), 2 * first)
     assert float(first.norm()) == pytest.approx(1.0, rel=1e-6)
 
@@ -302,10 +277,8 @@ def test_clip_backward_serves_every_backward_of_a_retained_graph():
 def test_clip_backward_clips_the_dense_sum_of_a_sparse_gradient():
     weight, rule = normal((5, 3)).requires_grad_(), ClipByNorm(0.5)
     rows = torch.tensor([1, 1, 4])
-
     picked = torch.nn.functional.embedding(rows, clip_backward(weight, rule), sparse=True)
     picked.square().sum().backward()
-
     dense = weight.detach().clone().requires_grad_()
     torch.nn.functional.embedding(rows, dense).square().sum().backward()
     grad = grad_of(weight)
@@ -313,7 +286,14 @@ def test_clip_backward_clips_the_dense_sum_of_a_sparse_gradient():
     torch.testing.assert_close(grad.to_dense(), clipped(grad_of(dense), rule))
 
 
-@pytest.mark.parametrize("name", ["clip_backward", "ClipBackward", "clip_on_backward_"])
+CALLS: dict[str, Any] = {
+    "clip_backward": lambda rule: clip_backward(torch.zeros(2), rule),
+    "ClipBackward": ClipBackward,
+    "clip_on_backward_": lambda rule: tritonclip.clip_on_backward_(torch.nn.Linear(1, 1), rule),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -326,14 +306,8 @@ def test_clip_backward_clips_the_dense_sum_of_a_sparse_gradient():
     ids=["number", "global", "class", "none", "bool"],
 )
 def test_rules_for_several_gradients_are_refused(name, rule, message):
-    call = {
-        "clip_backward": lambda: clip_backward(torch.zeros(2), rule),
-        "ClipBackward": lambda: ClipBackward(rule),
-        "clip_on_backward_": lambda: tritonclip.clip_on_backward_(torch.nn.Linear(1, 1), rule),
-    }
-
     with pytest.raises(TypeError, match=rf"{name} expects .*{message}"):
-        call[name]()
+        CALLS[name](rule)
 
 
 @pytest.mark.parametrize("call", [clip_backward, tritonclip.clip_on_backward_])
@@ -355,6 +329,5 @@ def test_clip_backward_refuses_values_of_complex_tensors():
 @pytest.mark.skipif(INTERPRETED, reason="the message is torch's")
 def test_writing_over_the_result_is_refused():
     x = normal(3).requires_grad_()
-
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         clip_backward(x * 2, ClipByNorm(1.0)).relu_()

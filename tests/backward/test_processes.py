@@ -63,11 +63,9 @@ def test_ddp_averages_what_each_process_has_clipped(rule, views):
     model = model_of()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
     clip_on_backward_(model.parameters(), rule)
-
     for _ in range(2):
         ddp.zero_grad(set_to_none=not views)
         ddp(batch_of(dist.get_rank())).square().mean().backward()
-
     expected = average([clipped(grads, rule) for grads in grads_on_each(2)])
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
@@ -79,9 +77,7 @@ def test_fully_sharded_gradients_are_clipped_after_their_average(rule):
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model, mesh=mesh)
     clip_on_backward_(model, rule)
-
     model(batch_of(dist.get_rank())).square().mean().backward()
-
     expected = clipped(average(grads_on_each(2)), rule)
     torch.testing.assert_close([p.grad.full_tensor() for p in model.parameters()], expected)
 
@@ -89,7 +85,6 @@ def test_fully_sharded_gradients_are_clipped_after_their_average(rule):
 @in_processes(2)
 def test_ddp_is_warned_of():
     ddp = DistributedDataParallel(model_of())
-
     for module in (ddp, torch.nn.Sequential(ddp)):
         with pytest.warns(UserWarning, match="averages gradients after they have arrived"):
             clip_on_backward_(module, ClipByNorm(1.0))
@@ -104,9 +99,7 @@ def test_ddp_is_warned_of():
 def test_clip_backward_measures_the_whole_of_a_dtensor(rule, placement):
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(normal((6, 3)), mesh, [placement]).requires_grad_()
-
     (clip_backward(x, rule) * 2).square().sum().backward()
-
     twin = normal((6, 3)).requires_grad_()
     (clip_backward(twin, rule) * 2).square().sum().backward()
     assert isinstance(x.grad, DTensor)
@@ -118,9 +111,7 @@ def test_clip_backward_inside_ddp_clips_in_each_process():
     model = model_of()
     clipping = torch.nn.Sequential(model, tritonclip.ClipBackward(ClipByNorm(0.05)))
     ddp = DistributedDataParallel(clipping)
-
     ddp(batch_of(dist.get_rank())).square().mean().backward()
-
     grads = []
     for rank in range(2):
         twin = model_of()
@@ -137,6 +128,5 @@ def test_fsdp1_is_refused(use_orig_params):
     module = FullyShardedDataParallel(
         model_of(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
     )
-
     with pytest.raises(TypeError, match="those of FullyShardedDataParallel, which accumulates"):
         clip_on_backward_(module, ClipByNorm(1.0))

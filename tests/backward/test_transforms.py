@@ -40,7 +40,6 @@ def gradient_of(x, rule, nonfinite="propagate"):
 @pytest.mark.parametrize("rule", RULES)
 def test_grad_equals_backward(rule):
     x = normal(5)
-
     torch.testing.assert_close(torch.func.grad(loss_of)(x, rule), gradient_of(x, rule))
 
 
@@ -48,10 +47,8 @@ def test_grad_equals_backward(rule):
 def test_vmap_clips_the_gradient_of_each_example(rule):
     batch = normal((4, 5))
     expected = torch.stack([gradient_of(x, rule) for x in batch])
-
     outside = torch.func.vmap(lambda x: torch.func.grad(loss_of)(x, rule))(batch)
     inside = torch.func.grad(lambda b: torch.func.vmap(lambda x: loss_of(x, rule))(b).sum())(batch)
-
     torch.testing.assert_close(outside, expected)
     torch.testing.assert_close(inside, expected)
 
@@ -60,27 +57,22 @@ def test_vmap_clips_the_gradient_of_each_example(rule):
 def test_batched_gradients_are_clipped_each(rule):
     x, roots = normal(5).requires_grad_(), normal((3, 5), seed=1)
     y = clip_backward(x * 3, rule)
-
     (batched,) = torch.autograd.grad(y, x, roots, is_grads_batched=True, retain_graph=True)
-
     each = [torch.autograd.grad(y, x, root, retain_graph=True)[0] for root in roots]
     torch.testing.assert_close(batched, torch.stack(each))
 
 
 def test_forward_mode_tangents_are_not_clipped():
     x, tangent = normal(5), normal(5, seed=1)
-
     value, derivative = torch.func.jvp(  # type: ignore[misc]
         lambda x: clip_backward(x, ClipByNorm(0.1)), (x,), (tangent,)
     )
-
     torch.testing.assert_close((value, derivative), (x, tangent))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_clipping_is_differentiated_twice(rule):
     x = normal(5, torch.float64).requires_grad_()
-
     assert torch.autograd.gradgradcheck(lambda x: clip_backward(x**3, rule), (x,))
     torch.autograd.functional.hessian(lambda x: clip_backward(x**3, rule).sum(), x.detach())
 
@@ -88,9 +80,7 @@ def test_clipping_is_differentiated_twice(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_created_graph_has_the_same_gradient(rule):
     x = normal(5).requires_grad_()
-
     (first,) = torch.autograd.grad(loss_of(x, rule), x, create_graph=True)
-
     assert first.requires_grad
     torch.testing.assert_close(first.detach(), gradient_of(x, rule))
 
@@ -100,9 +90,7 @@ def test_derivative_of_clipping_zeros_is_finite(rule):
     x = torch.zeros(3, requires_grad=True)
     root = torch.zeros(3, requires_grad=True)
     (grad,) = torch.autograd.grad(clip_backward(x, rule), x, root, create_graph=True)
-
     (derivative,) = torch.autograd.grad(grad.sum(), root)
-
     assert derivative.isfinite().all()
 
 
@@ -114,9 +102,7 @@ def test_formula_measures_any_magnitude(dtype, scale):
     x = torch.zeros(5, dtype=dtype, requires_grad=True)
     limit = float(root.detach().abs().max()) / 4
     rule = ClipByNorm(limit, eps=0.0)
-
     (grad,) = torch.autograd.grad(clip_backward(x, rule), x, root, create_graph=True)
-
     # Relative to the limit, for numbers whose squares float64 does not hold.
     assert float((grad.detach() / limit).norm()) == pytest.approx(1.0, rel=1e-6)
 
@@ -128,9 +114,7 @@ def test_formula_keeps_the_policy(nonfinite, bad, rule):
     root = torch.tensor([3.0, bad, -1.0])
     x = torch.zeros(3, requires_grad=True)
     y = clip_backward(x, rule, nonfinite=nonfinite)
-
     (formula,) = torch.autograd.grad(y, x, root.clone().requires_grad_(), create_graph=True)
-
     (engine,) = torch.autograd.grad(y, x, root)
     torch.testing.assert_close(formula.detach(), engine, equal_nan=True)
 
@@ -140,7 +124,6 @@ def test_formula_raises_on_nonfinite(rule):
     root = torch.tensor([3.0, torch.nan, -1.0], requires_grad=True)
     x = torch.zeros(3, requires_grad=True)
     y = clip_backward(x, rule, nonfinite="error")
-
     with pytest.raises(RuntimeError, match="a gradient in backward is non-finite"):
         torch.autograd.grad(y, x, root, create_graph=True)
 
@@ -154,9 +137,7 @@ def test_formula_raises_on_nonfinite(rule):
 def test_compiled_graph_clips_in_backward(rule, nonfinite, dtype):
     x, twin = normal(5, dtype).requires_grad_(), normal(5, dtype)
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
-
     compiled(x, rule, nonfinite).backward()
-
     torch.testing.assert_close(x.grad, gradient_of(twin, rule, nonfinite))
 
 
@@ -175,7 +156,6 @@ def test_compiled_graph_stays_as_its_rule_meets_other_dtypes():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_graph_refuses_to_wait():
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
-
     with pytest.raises(torch._dynamo.exc.Unsupported, match="which a compiled graph cannot"):
         compiled(normal(5).requires_grad_(), ClipByNorm(1.0), "error")
 
@@ -191,10 +171,8 @@ def test_clip_on_backward_under_compile(rule, traced):
     unclipped = [grad_of(p) for p in model.parameters()]
     model.zero_grad()
     clip_on_backward_(model, rule)
-
     with torch._dynamo.config.patch(compiled_autograd=traced):
         torch.compile(lambda x: model(x).square().sum().backward(), backend="aot_eager")(x)
-
     ones = [torch.zeros_like(g, requires_grad=True) for g in unclipped]
     expected = [
         torch.autograd.grad(clip_backward(one, rule), one, g)[0]

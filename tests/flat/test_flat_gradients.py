@@ -47,10 +47,8 @@ def test_constructor_aligns_what_can_be_aligned(dtype):
 
 
 def test_constructor_keeps_the_strides_that_autograd_would_give():
-    channels_last = torch.nn.Parameter(
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    )
-    gapped = torch.nn.Parameter(torch.zeros(6, 4)[:, :3])
+    dense = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    channels_last, gapped = map(torch.nn.Parameter, (dense, torch.zeros(6, 4)[:, :3]))
     FlatGradients([channels_last, gapped])
     assert grad_of(channels_last).stride() == channels_last.stride()
     assert grad_of(gapped).is_contiguous()
@@ -66,31 +64,38 @@ def test_constructor_takes_each_parameter_once_and_leaves_some_out():
     params = parameters_of()
     params[1].requires_grad_(False)
     params[2].need_clip = False  # type: ignore[attr-defined]
-    kept = [grad_of(params[1]), grad_of(params[2])]
+    left_out = [p.grad for p in params[1:3]]
     flat = FlatGradients([*params, params[0]])
-    assert [id(p) for p in flat.parameters] == [
-        id(p) for i, p in enumerate(params) if i not in (1, 2)
-    ]
-    assert grad_of(params[1]) is kept[0]
-    assert grad_of(params[2]) is kept[1]
+    assert [*map(id, flat.parameters)] == [*map(id, (params[0], *params[3:]))]
+    assert [*map(id, left_out)] == [id(p.grad) for p in params[1:3]]
 
 
-@pytest.mark.parametrize("kind", ["module", "named", "tensor", "generator"])
-def test_constructor_takes_what_clip_takes(kind):
-    layer = torch.nn.Linear(3, 2)
-    given: dict[str, Any] = {
-        "module": layer,
-        "named": layer.named_parameters(),
-        "tensor": layer.weight,
-        "generator": layer.parameters(),
-    }
-    flat = FlatGradients(given[kind])
-    assert len(flat) == (1 if kind == "tensor" else 2)
+@pytest.mark.parametrize(
+    ("form", "n"),
+    [
+        (lambda layer: layer, 2),
+        (lambda layer: layer.named_parameters(), 2),
+        (lambda layer: layer.weight, 1),
+        (lambda layer: layer.parameters(), 2),
+    ],
+    ids=["module", "named", "tensor", "generator"],
+)
+def test_constructor_takes_what_clip_takes(form, n):
+    flat = FlatGradients(form(torch.nn.Linear(3, 2)))
+    assert len(flat) == n
     flat.check()
 
 
 class _Subclass(Tensor):
     pass
+
+
+def _of_subclass():
+    return torch.zeros(2).as_subclass(_Subclass).requires_grad_()
+
+
+def _computed():
+    return [torch.ones(2, requires_grad=True) * 2]
 
 
 def _sparse():
@@ -99,27 +104,26 @@ def _sparse():
     return param
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (list, ValueError, "expected at least one parameter that requires a gradient"),
-        (lambda: [torch.zeros(2)], ValueError, "got none among 1;"),
-        (lambda: 3, TypeError, "expected an iterable of tensors"),
-        (lambda: [3], TypeError, r"parameters\[0\] must be a tensor, got int"),
-        (
-            lambda: torch.zeros(2).as_subclass(_Subclass).requires_grad_(),
-            TypeError,
-            r"parameters\[0\] is a _Subclass; expected a plain tensor",
-        ),
-        (
-            lambda: [torch.ones(2, requires_grad=True) * 2],
-            ValueError,
-            r"parameters\[0\] is computed from other tensors",
-        ),
-        (_sparse, TypeError, r"gradient of parameters\[0\] has layout .*dense gradients only"),
-    ],
-    ids=["empty", "frozen", "number", "numbers", "subclass", "computed", "sparse"],
-)
+REFUSED: dict[str, Any] = {
+    "empty": (list, ValueError, "expected at least one parameter that requires a gradient"),
+    "frozen": (lambda: [torch.zeros(2)], ValueError, "got none among 1;"),
+    "number": (lambda: 3, TypeError, "expected an iterable of tensors"),
+    "numbers": (lambda: [3], TypeError, r"parameters\[0\] must be a tensor, got int"),
+    "subclass": (
+        _of_subclass,
+        TypeError,
+        r"parameters\[0\] is a _Subclass; expected a plain tensor",
+    ),
+    "computed": (_computed, ValueError, r"parameters\[0\] is computed from other tensors"),
+    "sparse": (
+        _sparse,
+        TypeError,
+        r"gradient of parameters\[0\] has layout .*dense gradients only",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_constructor_refuses(make, error, message):
     with pytest.raises(error, match=message):
         FlatGradients(make())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tritonclip
 from helpers import reference
-from helpers.cases import assert_bits, assert_norm, copies, grad_of
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, unchanged
 from helpers.views import GONE, assert_views, backward, grads_of, parameters_of
 from tritonclip import FlatGradients
 
@@ -39,6 +39,12 @@ REPLACING = pytest.mark.parametrize(
     [_set_to_none, _set_to_none_and_backward, _replace_one, _create_graph, _move],
     ids=lambda f: f.__name__.strip("_"),
 )
+CALLS = {
+    "clip": lambda flat: tritonclip.clip_(flat, 0.1),
+    "zero": lambda flat: flat.zero_(),
+    "norm": tritonclip.get_total_norm,
+    "check": lambda flat: flat.check(),
+}
 
 
 def test_gradient_that_was_replaced_is_noticed_beside_other_views_of_its_buffer():
@@ -54,26 +60,17 @@ def test_gradient_that_was_replaced_is_noticed_beside_other_views_of_its_buffer(
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("call", ["clip", "zero", "norm", "check"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @REPLACING
 def test_gradient_that_was_replaced_is_noticed(replace, call):
     params = parameters_of()
     flat = FlatGradients(params)
     replace(params)
-    before = [None if p.grad is None else p.grad.detach().clone() for p in params]
-    buffers = copies(flat.buffers)
-    with pytest.raises(RuntimeError, match=GONE):
-        {
-            "clip": lambda: tritonclip.clip_(flat, 0.1),
-            "zero": flat.zero_,
-            "norm": lambda: tritonclip.get_total_norm(flat),
-            "check": flat.check,
-        }[call]()
-    for param, old in zip(params, before, strict=True):
-        assert (param.grad is None) == (old is None)
-        if old is not None:
-            assert_bits([grad_of(param).detach()], [old])
-    assert_bits(flat.buffers, buffers)
+    grads = [p.grad for p in params]
+    there = [grad.detach() for grad in grads if grad is not None]
+    with unchanged([*there, *flat.buffers]), pytest.raises(RuntimeError, match=GONE):
+        call(flat)
+    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -98,9 +95,8 @@ def test_message_names_some_parameters_and_counts_the_others(n, others):
     flat = FlatGradients(params.items())
     for param in params.values():
         param.grad = None
-    with pytest.raises(
-        RuntimeError, match=rf"p0, p1, p2, p3, p4, p5, p6, p7{others} is no longer a view"
-    ):
+    message = rf"p0, p1, p2, p3, p4, p5, p6, p7{others} is no longer a view"
+    with pytest.raises(RuntimeError, match=message):
         flat.check()
 
 
@@ -176,21 +172,15 @@ def test_every_parameter_left_out_has_its_turn():
         tritonclip.clip_(flat, 1.0)
 
 
-def test_move_of_a_part_is_noticed_at_once():
+@pytest.mark.parametrize("call", [CALLS["clip"], CALLS["zero"]], ids=["clip", "zero"])
+@pytest.mark.parametrize(("n", "at"), [(40, 30), (3, 1)], ids=["large", "small"])
+def test_move_of_a_part_is_noticed_at_once(n, at, call):
     """Neither end moves, and the gradient's own object stays."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(n)))
     flat = FlatGradients(model)
-    model[30].double()
-    with pytest.raises(RuntimeError, match=r"30\.weight, 30\.bias is no longer a view"):
-        tritonclip.clip_(flat, 1.0)
-
-
-def test_move_that_spares_the_ends_of_a_small_model_is_noticed_at_once():
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
-    flat = FlatGradients(model)
-    model[1].double()
-    with pytest.raises(RuntimeError, match=r"1\.weight, 1\.bias is no longer a view"):
-        flat.zero_()
+    model[at].double()
+    with pytest.raises(RuntimeError, match=rf"{at}\.weight, {at}\.bias is no longer a view"):
+        call(flat)
 
 
 def test_attach_that_is_refused_changes_nothing():
@@ -208,8 +198,7 @@ def test_second_one_takes_the_gradients_over():
     params = parameters_of()
     first = FlatGradients(params)
     before = copies(grads_of(params))
-    second = FlatGradients(params)
-    second.check()
+    FlatGradients(params).check()
     assert_bits(grads_of(params), before)
     with pytest.raises(RuntimeError, match=GONE):
         tritonclip.clip_(first, 1.0)

@@ -9,6 +9,7 @@ import copy
 import io
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.optim import SGD, AdamW
 
 import tritonclip
 from helpers import training
-from helpers.cases import assert_bits, copies, grad_of
+from helpers.cases import assert_bits, grad_of, unchanged
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 RULES = pytest.mark.parametrize(
@@ -44,14 +45,26 @@ def batches(n: int) -> Iterator[Tensor]:
 
 
 def optimizer_of(
-    model: torch.nn.Module, rule: Any, *, flat: bool, **options: Any
+    model: torch.nn.Module, rule: Any, *, flat: bool = True, **options: Any
 ) -> ClippedOptimizer:
-    return ClippedOptimizer(
-        AdamW(model.parameters(), lr=0.01),
-        rule,
-        flat=FlatGradients(model) if flat else None,
-        **options,
-    )
+    held = FlatGradients(model) if flat else None
+    return ClippedOptimizer(AdamW(model.parameters(), lr=0.01), rule, flat=held, **options)
+
+
+def flat_of(optimizer: ClippedOptimizer) -> FlatGradients:
+    assert optimizer.flat is not None
+    return optimizer.flat
+
+
+def trained(loss: Any = torch.sum, *, outside: bool = False, **options: Any) -> Any:
+    """A model after one backward, its bias that may be left out, and its optimizer."""
+    model: Any = model_of()
+    bias = model[0].bias
+    if outside:
+        bias.need_clip = False
+    optimizer = optimizer_of(model, **{"rule": 1.0} | options)
+    loss(model(torch.ones(4, 6))).backward()
+    return model, bias, optimizer
 
 
 def train(
@@ -75,77 +88,62 @@ def assert_close(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_wrapper_trains_as_without(rule, nonfinite, accumulate):
-    ours, theirs = model_of(), model_of()
-    one = optimizer_of(ours, rule, flat=True, nonfinite=nonfinite)
-    other = optimizer_of(theirs, rule, flat=False, nonfinite=nonfinite)
-    train(ours, one, batches_a_step=accumulate)
-    train(theirs, other, batches_a_step=accumulate)
-    assert_close(ours, theirs)
-    assert one.flat is not None
-    one.flat.check()
-    torch.testing.assert_close(one.stats.summary(), other.stats.summary(), equal_nan=True, **CLOSE)
-    assert one.stats.summary()["skipped_steps"] == (nonfinite == "skip") * (
-        1 if accumulate == 1 else 3
-    )
+    models, stats = [model_of(), model_of()], []
+    for model, flat in zip(models, (True, False), strict=True):
+        optimizer = optimizer_of(model, rule, flat=flat, nonfinite=nonfinite)
+        train(model, optimizer, batches_a_step=accumulate)
+        stats.append(optimizer.stats.summary())
+        if flat:
+            flat_of(optimizer).check()
+    assert_close(*models)
+    torch.testing.assert_close(*stats, equal_nan=True, **CLOSE)
+    assert stats[0]["skipped_steps"] == (nonfinite == "skip") * accumulate
 
 
 @RULES
 @pytest.mark.parametrize("scaler", training.SCALERS)
 def test_wrapper_trains_as_without_under_a_scaler(rule, scaler):
     ours, theirs = model_of(), model_of()
-    train(ours, optimizer_of(ours, rule, flat=True), scaler=scaler("cpu", init_scale=256.0))
+    train(ours, optimizer_of(ours, rule), scaler=scaler("cpu", init_scale=256.0))
     train(theirs, optimizer_of(theirs, rule, flat=False))
     assert_close(ours, theirs)
 
 
 def test_zero_grad_of_the_wrapper_never_drops_a_view():
-    model = model_of()
-    optimizer = optimizer_of(model, 1.0, flat=True)
-    model(torch.ones(4, 6)).sum().backward()
+    model, _, optimizer = trained()
     optimizer.zero_grad(set_to_none=True)
-    assert optimizer.flat is not None
-    optimizer.flat.check()
+    flat_of(optimizer).check()
     assert not any(grad_of(p).any() for p in model.parameters())
 
 
 def test_zero_grad_of_the_model_is_noticed_at_the_step():
     model = model_of()
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    optimizer = optimizer_of(model, 1.0)
     model.zero_grad()
     model(torch.ones(4, 6)).sum().backward()
-    before = copies(model.parameters())
-    with pytest.raises(RuntimeError, match=r"no longer a view of FlatGradients"):
+    gone = pytest.raises(RuntimeError, match=r"no longer a view of FlatGradients")
+    with unchanged(model.parameters()), gone:
         optimizer.step()
-    assert_bits(model.parameters(), before)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_parameters_outside_are_stepped_and_zeroed_but_not_clipped(set_to_none):
-    model = model_of()
-    bias = model[0].bias  # type: ignore[index]
-    bias.need_clip = False
-    model[2].weight.requires_grad_(False)  # type: ignore[index]
-    optimizer = optimizer_of(model, 1e-3, flat=True, nonfinite="skip")
-    model(torch.ones(4, 6)).square().sum().backward()
-    outside = grad_of(bias).clone()
-    optimizer.step()
-    assert_bits([grad_of(bias)], [outside])
+    _, bias, optimizer = trained(
+        lambda y: y.square().sum(), outside=True, rule=1e-3, nonfinite="skip"
+    )
+    with unchanged([grad_of(bias)]):
+        optimizer.step()
     optimizer.zero_grad(set_to_none)
     assert bias.grad is None if set_to_none else not bias.grad.any()
     assert optimizer.stats.clipped_steps == 1
 
 
 def test_zero_grad_that_finds_a_lost_view_leaves_gradients_outside():
-    model = model_of()
-    bias = model[0].bias  # type: ignore[index]
-    bias.need_clip = False
-    optimizer = optimizer_of(model, 1.0, flat=True)
-    model(torch.ones(4, 6)).sum().backward()
-    outside = grad_of(bias).clone()
-    model[2].weight.grad = None  # type: ignore[index]
-    with pytest.raises(RuntimeError, match="no longer a view of FlatGradients"):
+    model, bias, optimizer = trained(outside=True)
+    model[2].weight.grad = None
+    gone = pytest.raises(RuntimeError, match="no longer a view of FlatGradients")
+    with unchanged([grad_of(bias)]), gone:
         optimizer.zero_grad()
-    assert_bits([grad_of(bias)], [outside])
 
 
 @pytest.mark.parametrize("change", [list.reverse, list.pop])
@@ -153,22 +151,18 @@ def test_zero_grad_finds_parameters_outside_where_groups_have_changed(change):
     model = model_of()
     parameters = [*model.parameters()]
     parameters[-1].requires_grad_(False)
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    optimizer = optimizer_of(model, 1.0)
     model(torch.ones(4, 6)).sum().backward()
     change(optimizer.param_groups[0]["params"])
     optimizer.zero_grad()
-    assert optimizer.flat is not None
-    optimizer.flat.check()
+    flat_of(optimizer).check()
     assert not any(grad_of(p).any() for p in parameters[:-1])
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_drops_gradients_outside_that_inference_mode_made(set_to_none):
     """They cannot be written."""
-    model = model_of()
-    bias = model[0].bias  # type: ignore[index]
-    bias.need_clip = False
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    _, bias, optimizer = trained(outside=True)
     with torch.inference_mode():
         grad = torch.ones(bias.shape)
     bias.grad = grad
@@ -180,7 +174,7 @@ def test_parameter_that_was_unfrozen_later_is_noticed():
     model = model_of()
     weight = model[0].weight  # type: ignore[index]
     weight.requires_grad_(False)
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    optimizer = optimizer_of(model, 1.0)
     weight.requires_grad_(True)
     model(torch.ones(4, 6)).sum().backward()
     with pytest.raises(RuntimeError, match=r"\['params'\]\[0\] has a gradient, but was left out"):
@@ -205,7 +199,7 @@ def test_flat_of_other_parameters_is_refused():
 
 def test_group_is_added_with_a_new_one():
     model, more = model_of(), torch.nn.Linear(2, 2)
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    optimizer = optimizer_of(model, 1.0)
     with pytest.raises(ValueError, match="set flat to None, add the group, and set flat to a new"):
         optimizer.add_param_group({"params": more.parameters()})
     assert len(optimizer.param_groups) == 1
@@ -218,16 +212,14 @@ def test_group_is_added_with_a_new_one():
 
 
 def test_groups_with_rules_of_their_own_keep_them():
-    def run(flat: bool) -> torch.nn.Module:
-        model = model_of()
+    def run(flat: bool) -> Any:
+        model: Any = model_of()
         groups: list[dict[str, Any]] = [
-            {"params": model[0].parameters()},  # type: ignore[index]
-            {"params": [*model[2:].parameters()], "clip": ClipByValue(0.01)},  # type: ignore[index]
+            {"params": model[0].parameters()},
+            {"params": [*model[2:].parameters()], "clip": ClipByValue(0.01)},
         ]
-        optimizer = ClippedOptimizer(
-            SGD(groups, lr=0.1), 0.5, flat=FlatGradients(model) if flat else None
-        )
-        train(model, optimizer)
+        held = FlatGradients(model) if flat else None
+        train(model, ClippedOptimizer(SGD(groups, lr=0.1), 0.5, flat=held))
         return model
 
     assert_bits(run(True).parameters(), run(False).parameters())
@@ -235,14 +227,14 @@ def test_groups_with_rules_of_their_own_keep_them():
 
 def test_checkpoint_comes_back():
     model = model_of()
-    optimizer = optimizer_of(model, 0.5, flat=True)
+    optimizer = optimizer_of(model, 0.5)
     train(model, optimizer)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
 
     loaded = model_of(seed=1)
-    again = optimizer_of(loaded, 0.5, flat=True)
+    again = optimizer_of(loaded, 0.5)
     saved = torch.load(file, weights_only=True)
     loaded.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
@@ -254,28 +246,26 @@ def test_checkpoint_comes_back():
 
 def test_deepcopy_of_model_and_wrapper_trains_on():
     model = model_of()
-    optimizer = optimizer_of(model, 0.5, flat=True)
+    optimizer = optimizer_of(model, 0.5)
     train(model, optimizer)
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     train(model, optimizer)
     train(twin, twin_optimizer)
     assert_bits(twin.parameters(), model.parameters())
-    assert twin_optimizer.flat is not None
-    twin_optimizer.flat.check()
+    flat_of(twin_optimizer).check()
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_deepcopy_of_the_wrapper_leaves_out_what_was_left_out(flat):
     """A copy of a parameter, as torch makes it, has lost the attribute."""
-    model = model_of()
-    bias = model[0].bias  # type: ignore[index]
-    bias.need_clip = False
+    model: Any = model_of()
+    model[0].bias.need_clip = False
     optimizer = optimizer_of(model, 1e-5, flat=flat)
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     for one, stepped in ((model, optimizer), (twin, twin_optimizer)):
         one(torch.ones(4, 6)).square().sum().backward()
         stepped.step()
-    assert grad_of(twin[0].bias).norm() > 1e-3  # type: ignore[index]
+    assert grad_of(twin[0].bias).norm() > 1e-3
     assert_bits(map(grad_of, twin.parameters()), map(grad_of, model.parameters()))
     assert_bits(twin.parameters(), model.parameters())
 
@@ -300,11 +290,10 @@ def test_parameter_that_was_replaced_in_a_group_is_noticed_at_the_next_step(kept
         del old, params
     now = optimizer.param_groups[0]["params"]
     now[at].grad = torch.tensor([3.0, 4.0])
-    before = copies(now)
-    with pytest.raises((RuntimeError, ValueError), match=rf"parameters\[{at}\].*a? ?[Nn]ew"):
+    message = rf"parameters\[{at}\].*a? ?[Nn]ew"
+    noticed = pytest.raises((RuntimeError, ValueError), match=message)
+    with unchanged([*now, now[at].grad]), noticed:
         optimizer.step()
-    assert_bits(now, before)
-    assert grad_of(now[at]).tolist() == [3.0, 4.0]
     optimizer.flat = FlatGradients(now)
     optimizer.step()
     assert optimizer.stats.last_norm == 5
@@ -321,18 +310,15 @@ def test_sparse_embedding_adds_to_its_dense_view():
 @RULES
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_call_equals_eager(rule):
-    ours, theirs = model_of(), model_of()
-    flats = [FlatGradients(ours), FlatGradients(theirs)]
-    for model in (ours, theirs):
+    results = []
+    for compile_ in (partial(torch.compile, backend="aot_eager", fullgraph=True), lambda f: f):
+        model = model_of()
+        flat = FlatGradients(model)
         model(torch.ones(4, 6)).square().sum().backward()
-    compiled = torch.compile(
-        lambda: tritonclip.clip_(flats[0], rule), backend="aot_eager", fullgraph=True
-    )
-    norm, expected = compiled(), tritonclip.clip_(flats[1], rule)
-    torch.testing.assert_close(norm, expected, **CLOSE)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(grad_of(one), grad_of(other), **CLOSE)
-    flats[0].check()
+        norm = compile_(lambda: tritonclip.clip_(flat, rule))()  # noqa: B023
+        results.append([norm, *map(grad_of, model.parameters())])
+        flat.check()
+    torch.testing.assert_close(*results, **CLOSE)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -355,7 +341,7 @@ def test_compiled_norm_and_zero_equal_eager():
 
 def test_group_added_behind_the_wrapper_is_noticed():
     model, more = model_of(), torch.nn.Linear(2, 2)
-    optimizer = optimizer_of(model, 1.0, flat=True)
+    optimizer = optimizer_of(model, 1.0)
     optimizer.optimizer.add_param_group({"params": more.parameters()})
     model(torch.ones(4, 6)).sum().backward()
     with pytest.raises(ValueError, match=r"lacks param_groups\[1\]\['params'\]\[0\]"):
