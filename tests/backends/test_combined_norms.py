@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import tritonclip
-from helpers.cases import copies, grad_of, normal, parameters
+from helpers.cases import assert_bits, copies, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByValue
 from tritonclip.backends.operators import combine, combine_numbers
 
@@ -41,16 +41,13 @@ def test_numbers_are_joined_as_tensors_are(parts, order):
 @pytest.mark.parametrize("scale", [None, 8.0, torch.tensor(8.0)], ids=["none", "number", "tensor"])
 def test_groups_of_dtypes_are_clipped_as_one_list(rule, policy, scale):
     """As many float32 gradients beside float16 ones as alone where the others are zeros."""
-    grads = [normal(n, seed=n) for n in (5, 300, 2)]
-    zeros = [torch.zeros(n, dtype=torch.float16) for n in (7, 0, 64)]
-    alone, mixed = parameters(copies(grads)), parameters(copies(grads))
-    beside = parameters(zeros)
-    norm = tritonclip.clip_(alone, rule, nonfinite=policy, grad_scale=scale)
-    among = [one for pair in zip(beside, mixed, strict=True) for one in pair]
+    alone = [normal(n, seed=n) for n in (5, 300, 2)]
+    mixed, zeros = copies(alone), [torch.zeros(n, dtype=torch.float16) for n in (7, 0, 64)]
+    norm = tritonclip.clip_(parameters(alone), rule, nonfinite=policy, grad_scale=scale)
+    among = parameters(one for pair in zip(zeros, mixed, strict=True) for one in pair)
     same = tritonclip.clip_(among, rule, nonfinite=policy, grad_scale=scale)
-    for left, right in zip(alone, mixed, strict=True):
-        assert torch.equal(grad_of(left), grad_of(right))
-    assert (norm is None and same is None) or torch.equal(norm, same)
+    assert_bits(alone, mixed)
+    assert norm is same is None or torch.equal(norm, same)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

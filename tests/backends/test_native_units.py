@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tritonclip
-from helpers.cases import FLOATS, assert_bits, copies, grad_of, normal
+from helpers.cases import FLOATS, assert_bits, grad_of, normal, unchanged
 from helpers.native_lists import BLOCK, amid_canaries, assert_canaries, listed, norms_of
 from helpers.units import assert_clipped, make, truths
 from tritonclip import ClipByUnitNorm
@@ -33,6 +36,15 @@ def arguments(tensors: list[Tensor], threads: int = 1) -> tuple[Any, ...]:
     at, _, code, _ = listed(tensors)
     lengths = array("q", [tensor.shape[1] for tensor in tensors]).tobytes()
     return at, lengths, code, threads, array("q", map(len, tensors)).tobytes()
+
+
+@contextmanager
+def right(parameters: Any, rule: Any) -> Any:
+    """Every gradient is clipped inside."""
+    expected = truths(parameters, rule)
+    yield
+    for parameter, truth in zip(parameters, expected, strict=True):
+        assert_clipped(grad_of(parameter), truth)
 
 
 def unit_norms(tensors: list[Tensor], threads: int = 1) -> tuple[Tensor, list[int]]:
@@ -138,40 +150,38 @@ def test_each_gradient_may_have_its_own_ratio():
 
 def test_wrong_arguments_raise():
     x = normal((2, 3))
-    at, lengths, code, threads, rows = arguments([x])
+    _, _, code, _, rows = given = arguments([x])
     norms = torch.empty(2, 2, dtype=torch.float64).data_ptr()
-    with pytest.raises(ValueError, match="as many sizes as addresses"):
-        loops.unit_norms(at, lengths, code, threads, rows * 2, norms)
-    with pytest.raises(TypeError):
-        loops.unit_norms(at, lengths, code, threads, rows, "norms")
-    with pytest.raises(ValueError, match="a factor for each unit"):
-        loops.multiply_units_(at, lengths, code, threads, rows, bytes(8))
-    with pytest.raises(TypeError):
-        loops.multiply_units_(at, lengths, code, threads, rows, [1.0, 2.0])
-    with pytest.raises(ValueError, match="expected 1 numbers, got 2"):
-        loops.unit_factors(norms, rows, [1.0, 2.0], 0.0, 1.0, False, code)
-    with pytest.raises(TypeError):
-        loops.unit_factors(norms, rows, ["1"], 0.0, 1.0, False, code)
-    assert_bits([x], [normal((2, 3))])
-
-
-class Counted:
-    """The loops, and the names of those that were called."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        self.names.append(name)
-        return getattr(loops, name)
+    for verb, wrong, error, message in (
+        (loops.unit_norms, (*given[:4], rows * 2, norms), ValueError, "as many sizes as addresses"),
+        (loops.unit_norms, (*given, "norms"), TypeError, None),
+        (loops.multiply_units_, (*given, bytes(8)), ValueError, "a factor for each unit"),
+        (loops.multiply_units_, (*given, [1.0, 2.0]), TypeError, None),
+        (
+            loops.unit_factors,
+            (norms, rows, [1.0, 2.0], 0.0, 1.0, False, code),
+            ValueError,
+            "1 numbers",
+        ),
+        (loops.unit_factors, (norms, rows, ["1"], 0.0, 1.0, False, code), TypeError, None),
+    ):
+        with unchanged([x]), pytest.raises(error, match=message):
+            verb(*wrong)
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    counter = Counted()
-    monkeypatch.setattr(native_units, "loops", counter)
+    """Names of the loops by unit that are called."""
+    names: list[str] = []
+
+    def note(name: str, *given: Any) -> Any:
+        names.append(name)
+        return getattr(loops, name)(*given)
+
+    fakes = {name: partial(note, name) for name in dir(loops) if "unit" in name}
+    monkeypatch.setattr(native_units, "loops", SimpleNamespace(**vars(loops) | fakes))
     with tritonclip.use_backend("native"):
-        yield counter
+        yield names
 
 
 @pytest.fixture
@@ -193,18 +203,12 @@ def by_operators(monkeypatch):
 def test_one_call_measures_a_list_and_one_writes_it(dtype, policy, counted):
     """Where cores are busy, each region of several threads may wait for them."""
     parameters, rule = make(dtype=dtype), ClipByUnitNorm()
-    expected = truths(parameters, rule)
-    tritonclip.clip_(parameters, rule, nonfinite=policy)
-    assert [name for name in counted.names if "unit" in name] == [
-        "unit_norms",
-        "unit_factors",
-        "multiply_units_",
-    ]
-    for parameter, truth in zip(parameters, expected, strict=True):
-        assert_clipped(grad_of(parameter), truth)
-    del counted.names[:]
+    with right(parameters, rule):
+        tritonclip.clip_(parameters, rule, nonfinite=policy)
+    assert counted == ["unit_norms", "unit_factors", "multiply_units_"]
+    counted.clear()
     tritonclip.clip_(parameters, ClipByUnitNorm(1e9), nonfinite=policy)
-    assert "multiply_units_" not in counted.names
+    assert "multiply_units_" not in counted
 
 
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
@@ -226,11 +230,10 @@ def test_only_units_with_gaps_take_operators(by_operators):
     parameters[1].data = parameters[1].data.t().contiguous().t()
     parameters[3].data = parameters[3].data.t().contiguous().t()
     parameters[3].grad = grad_of(parameters[3]).t().contiguous().t()
-    expected, before = truths(parameters, rule), [grad_of(p)._version for p in parameters]
-    tritonclip.clip_(parameters, rule)
+    before = [grad_of(p)._version for p in parameters]
+    with right(parameters, rule):
+        tritonclip.clip_(parameters, rule)
     assert by_operators == [(4, 9), (7, 3), (4, 9)]
-    for parameter, truth in zip(parameters, expected, strict=True):
-        assert_clipped(grad_of(parameter), truth)
     assert [grad_of(p)._version for p in parameters] == [old + 1 for old in before]
 
 
@@ -238,38 +241,29 @@ def test_only_tensors_with_extreme_units_take_operators(by_operators):
     parameters, rule = make([(5, 8), (7, 3), (6,)], torch.float64), ClipByUnitNorm()
     grad_of(parameters[1]).mul_(1e200)
     parameters[2].data *= 1e-200
-    expected = truths(parameters, rule)
-    norms = tritonclip.clip_(parameters, rule)
+    with right(parameters, rule):
+        norms = tritonclip.clip_(parameters, rule)
     assert by_operators == [(7, 3), (6,)]
     assert bool(norms.isfinite().all())
-    for parameter, truth in zip(parameters, expected, strict=True):
-        assert_clipped(grad_of(parameter), truth)
 
 
 def test_excluded_weights_are_not_measured(by_operators):
     parameters = make([(5, 8), (7, 3)])
-    before = copies([grad_of(parameters[1])])
     # Operators would measure weights with gaps.
     parameters[1].data = parameters[1].data.t().contiguous().t()
-    tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[1]))
+    with unchanged([grad_of(parameters[1])]):
+        tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[1]))
     assert not by_operators
-    assert_bits([grad_of(parameters[1])], before)
 
 
 @pytest.mark.parametrize("length", [BLOCK + 5, 5])
-def test_units_of_many_blocks_and_threads(length):
+def test_units_of_many_blocks_and_threads(length, set_threads):
     n = 4 * loops.SHARED // length
-    made = [make([(n, length), (n * length,)]) for _ in range(2)]
     rule, found = ClipByUnitNorm(), []
-    expected = truths(made[0], rule)
-    with tritonclip.use_backend("native"):
-        for threads, parameters in zip((1, 2), made, strict=True):
-            torch.set_num_threads(threads)
-            try:
-                found.append(tritonclip.clip_(parameters, rule))
-            finally:
-                torch.set_num_threads(1)
-    assert torch.equal(*found)
-    assert_bits([grad_of(p) for p in made[0]], copies(map(grad_of, made[1])))
-    for parameter, truth in zip(made[0], expected, strict=True):
-        assert_clipped(grad_of(parameter), truth)
+    for threads in (1, 2):
+        parameters = make([(n, length), (n * length,)])
+        set_threads(threads)
+        with right(parameters, rule), tritonclip.use_backend("native"):
+            norms = tritonclip.clip_(parameters, rule)
+        found.append([norms, *map(grad_of, parameters)])
+    assert_bits(*found)

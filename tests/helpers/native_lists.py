@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from tritonclip.backends.native import CODES, loops
@@ -47,3 +49,19 @@ def assert_canaries(memory, own):
     start = own.storage_offset()
     assert bool((memory[:start] == 7).all())
     assert bool((memory[start + own.numel() :] == 7).all())
+
+
+def every_half(dtype):
+    """Every number of a half type, NaN and inf too."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@contextmanager
+def flushed():
+    """Subnormal floats become 0 in this thread."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
