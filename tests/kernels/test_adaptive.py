@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from helpers.cases import (
     normal,
     parameters,
     same_parameters,
+    unchanged,
 )
 from helpers.graphs import captured
 from helpers.histories import ADAPTIVE, of_norm
@@ -70,12 +72,15 @@ def advanced(rule: Any, values: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     return limit.expand(norms.shape), after
 
 
+def copy_of(state: ClipState) -> ClipState:
+    copied = ClipState()
+    copied.load_state_dict(state.state_dict())
+    return copied
+
+
 def clip_and_compare(rule: Any, state: ClipState, grads: Sequence[Tensor], **options: Any) -> None:
     """One call, with the state of before; on any list that fits it."""
-    n = len(grads)
-    before = ClipState()
-    before.load_state_dict(state.state_dict())
-    values = values_of(state)
+    n, values = len(grads), values_of(state)
     if values is None:
         values = torch.tensor(rule.start(), dtype=torch.float64, device=grads[0].device)
         values = values.expand(n, -1) if rule.per_gradient else values
@@ -87,17 +92,14 @@ def clip_and_compare(rule: Any, state: ClipState, grads: Sequence[Tensor], **opt
 
     if not rule.per_gradient:
         # A number as the limit is rounded as the rule's is.
-        twins = parameters([grad.clone() for grad in grads])
+        expected = [grad.clone() for grad in grads]
         limit = ClipByGlobalNorm(limits.item(), rule.norm_type, eps=0.0)
-        tritonclip.clip_(twins, limit, **options)
-        expected = [grad_of(twin) for twin in twins]
+        tritonclip.clip_(parameters(expected), limit, **options)
     else:
         by = (limits / norms.double()).clamp(max=1.0) / float(options.get("grad_scale", 1.0))
         by = torch.where(by.isnan() & norms.isfinite().to(by.device), 1.0, by)
-        expected = [
-            (grad.double() * factor).to(grad.dtype)
-            for grad, factor in zip(grads, by.tolist(), strict=True)
-        ]
+        pairs = zip(grads, by.tolist(), strict=True)
+        expected = [(grad.double() * factor).to(grad.dtype) for grad, factor in pairs]
     for weight, own in zip(weights, expected, strict=True):
         # Limits may differ by a rounding, and so may each element.
         eps = max(torch.finfo(own.dtype).eps, 1e-13)
@@ -109,8 +111,7 @@ def test_a_device_advances_as_operators(backend, rule):
     """Over norms with NaN, inf and zeros."""
     state, n = ClipState(), 3 if rule.per_gradient else 2
     series = [histories.norms(60, seed=seed, bad=False)[:STEPS] for seed in range(n)]
-    for step, bad in ((3, math.nan), (4, math.inf), (5, 0.0)):
-        series[0][step] = bad
+    series[0][3:6] = math.nan, math.inf, 0.0
     series[1][5] = 0.0
     for norms in zip(*series, strict=True):
         grads = [of_norm(norm, dtype=torch.float32).to(backend.device) for norm in norms]
@@ -120,14 +121,13 @@ def test_a_device_advances_as_operators(backend, rule):
 
 @pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("rule", ADAPTIVE)
-@pytest.mark.parametrize(
-    "options",
-    [{"grad_scale": 8.0}, {"grad_scale": torch.tensor(8.0)}, {"nonfinite": "zero"}],
-    ids=["scaled", "scaled-on-device", "zero"],
-)
-def test_mixed_dtypes_advance_as_one(backend, rule, options):
-    if isinstance(options.get("grad_scale"), Tensor):
-        options = {"grad_scale": options["grad_scale"].to(backend.device)}
+@pytest.mark.parametrize("option", ["scaled", "scaled-on-device", "zero"])
+def test_mixed_dtypes_advance_as_one(backend, rule, option):
+    options: Any = {
+        "scaled": {"grad_scale": 8.0},
+        "scaled-on-device": {"grad_scale": torch.tensor(8.0, device=backend.device)},
+        "zero": {"nonfinite": "zero"},
+    }[option]
     dtypes, state = (torch.float32, torch.bfloat16, torch.float64, torch.float16), ClipState()
     for step in range(4):
         grads = [normal(40, dtype, backend.device, seed=step) * (1 + step) for dtype in dtypes]
@@ -175,21 +175,17 @@ def loaded(values: Tensor, rule: Any, device: torch.device) -> ClipState:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_quantile_of_any_window(backend, window, kind):
     for quantile, n in ((0.3, window // 2), (0.9, window), (0.01, 3 * window + 1)):
-        rule = ClipByQuantile(quantile, window)
-        values = filled(window, n, kind)
+        rule, values = ClipByQuantile(quantile, window), filled(window, n, kind)
         state = loaded(values, rule, backend.device)
-        norm = float(values.nanmedian()) if n else 2.0
-        norm = norm if norm > 1e-30 else 1.0
-        (weight,) = same_parameters(
-            [torch.tensor([norm], dtype=torch.float64, device=backend.device)]
-        )
-        tritonclip.clip_(weight, rule, state=state)
-        limit, after = rule.advance(values, torch.tensor(norm, dtype=torch.float64))
+        norm = values.nanmedian().reshape(1) if n else torch.tensor([2.0], dtype=torch.float64)
+        norm = norm if norm > 1e-30 else torch.ones_like(norm)
+        grad = norm.to(backend.device, copy=True)
+        tritonclip.clip_(same_parameters([grad]), rule, state=state)
+        limit, after = rule.advance(values, norm[0])
         torch.testing.assert_close(values_of(state).cpu(), after, **CLOSE)
-        expected = torch.minimum(limit, torch.tensor(norm, dtype=torch.float64))
         # The least number that is not 0 has no digits to round to.
-        tolerance = CLOSE | {"atol": 5e-324}
-        torch.testing.assert_close(grad_of(weight).cpu(), expected.reshape(1), **tolerance)
+        expected = torch.minimum(limit, norm)
+        torch.testing.assert_close(grad.cpu(), expected, **CLOSE | {"atol": 5e-324})
 
 
 def test_the_norm_that_is_the_limit_clips_nothing(backend):
@@ -197,10 +193,9 @@ def test_the_norm_that_is_the_limit_clips_nothing(backend):
     rule, state = ClipByQuantile(0.5, window=1), ClipState()
     for step in range(6):
         sizes = (7, 3 * CHUNK + 5, 300)
-        before = [normal(n, torch.float32, backend.device, seed=step + n) for n in sizes]
-        grads = [grad.clone() for grad in before]
-        tritonclip.clip_(same_parameters(grads), rule, state=state)
-        assert_bits(grads, before)
+        grads = [normal(n, torch.float32, backend.device, seed=step + n) for n in sizes]
+        with unchanged(grads):
+            tritonclip.clip_(same_parameters(grads), rule, state=state)
 
 
 @pytest.mark.parametrize("rule", ADAPTIVE)
@@ -208,14 +203,12 @@ def test_a_resumed_device_has_the_same_bits(backend, rule):
     """From a copy of the state at each step."""
     state = ClipState()
     for norm in histories.norms(60, seed=5)[:STEPS]:
-        resumed = ClipState()
-        resumed.load_state_dict(state.state_dict())
+        resumed = copy_of(state)
         grads = [of_norm(norm).to(backend.device), of_norm(1.0, 3).to(backend.device)]
         again = [grad.clone() for grad in grads]
         tritonclip.clip_(same_parameters(grads), rule, state=state)
         tritonclip.clip_(same_parameters(again), rule, state=resumed)
-        assert_bits(again, grads)
-        assert_bits([values_of(resumed)], [values_of(state)])
+        assert_bits([*again, values_of(resumed)], [*grads, values_of(state)])
 
 
 def test_rows_of_absent_gradients_stay(backend):
@@ -260,8 +253,8 @@ def test_values_that_do_not_lie_in_order_are_loaded(backend):
     saved, other = state.state_dict(), ClipState()
     other.load_state_dict({**saved, "values": values_of(state).T.contiguous().T})
     for one in (state, other):
-        for weight, size in zip(weights, (8.0, 8.0, 8.0), strict=True):
-            weight.grad = of_norm(size).to(backend.device)
+        for weight in weights:
+            weight.grad = of_norm(8.0).to(backend.device)
         tritonclip.clip_(weights, rule, state=one)
     assert_bits([values_of(other)], [values_of(state)])
 
@@ -376,28 +369,17 @@ def test_clip_interrupted_leaves_a_state_of_before_or_after(backend, rule):
     if backend.host_decides:
         pytest.skip("tests/engine/test_interrupts.py has the host")
     grads = [of_norm(3.0).to(backend.device), of_norm(1.0).to(backend.device)]
-    weights = parameters(grads)
-
-    def call(state: ClipState, interrupt: Callable[[], Any]) -> Any:
-        weights[0].grad, weights[1].grad = (grad.clone() for grad in grads)
-        try:
-            with interrupt():
-                tritonclip.clip_(weights, rule, state=state)
-        except KeyboardInterrupt:
-            pass
-        return values_of(state)
-
-    saved = ClipState()
-    tritonclip.clip_(weights, rule, state=saved)
-    before = values_of(saved)
-    n, left = 1, []
-    while True:
-        state = ClipState()
-        state.load_state_dict(saved.state_dict())
+    saved, n, left = ClipState(), 1, []
+    tritonclip.clip_(parameters([grad.clone() for grad in grads]), rule, state=saved)
+    before, ended = values_of(saved), False
+    while not ended:
+        state = copy_of(saved)
+        weights = parameters([grad.clone() for grad in grads])
         interrupt = InterruptAtBytecode(n, "/tritonclip/rules/", "/tritonclip/backends/")
-        left.append(call(state, lambda: interrupt))  # noqa: B023
-        if interrupt.n_seen < n:
-            break
+        with suppress(KeyboardInterrupt), interrupt:
+            tritonclip.clip_(weights, rule, state=state)
+        left.append(values_of(state))
+        ended = interrupt.n_seen < n
         n += 61
     for values in left:
         assert any(torch.equal(values.nan_to_num(), o.nan_to_num()) for o in (before, left[-1]))
@@ -412,8 +394,7 @@ def test_graph_replays_advance_the_state(cuda_backend, rule):
     grads = [of_norm(1.0).cuda(), of_norm(1.0, 3, torch.float32).cuda()]
     params, state = parameters(grads), ClipState()
     graph, _ = captured(lambda: tritonclip.clip_(params, rule, state=state))
-    twin = ClipState()
-    twin.load_state_dict(state.state_dict())
+    twin = copy_of(state)
     copied = [grad.clone() for grad in grads]
     own = parameters(copied)
     for norm in histories.norms(60, seed=5):

@@ -12,7 +12,7 @@ from helpers.cases import (
     CHUNK,
     assert_bits,
     assert_norm,
-    clipped,
+    check_clip,
     copies,
     each_rule,
     grad_of,
@@ -39,6 +39,18 @@ MIXED = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
 
 def mixed(device, seed=0):
     return [normal(300 + at, dtype, device, seed + at) for at, dtype in enumerate(MIXED)]
+
+
+def fill(grads, values):
+    for grad, value in zip(grads, values, strict=True):
+        grad.copy_(value)
+
+
+def assert_clipped(norm, grads, before):
+    """By the global norm, to 0.5."""
+    assert_norm(norm, reference.total_norm(before))
+    by = reference.coefficient(norm, 0.5)
+    assert_bits(grads, [reference.scaled(grad, by) for grad in before])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -77,8 +89,7 @@ def test_graph_replays_on_new_values(cuda_backend, rule):
     graph, measured = captured(lambda: tritonclip.clip_(params, rule))
     for step, factor in enumerate((1.0, 1e-5, 30.0)):
         values = [normal(g.shape, g.dtype, "cuda", 50 + step) * factor for g in grads]
-        for grad, value in zip(grads, values, strict=True):
-            grad.copy_(value)
+        fill(grads, values)
         graph.replay()
         expected = tritonclip.clip_(parameters(values), rule)
         assert_bits(grads, values)
@@ -97,15 +108,11 @@ def test_graph_outlives_other_calls(cuda_backend):
     for seed in range(40):
         other = of_sizes((seed + 1, 999, 5 * seed + 2), torch.float32, "cuda")
         tritonclip.clip_(parameters(other), 0.5)
-        moved = [grad.clone() for grad in grads]
-        tritonclip.clip_(parameters(moved), 0.5)
+        tritonclip.clip_(parameters([grad.clone() for grad in grads]), 0.5)
     values = of_sizes(SIZES, torch.float32, "cuda")
-    for grad, value in zip(grads, values, strict=True):
-        grad.copy_(value)
+    fill(grads, values)
     graph.replay()
-    assert_norm(norm, reference.total_norm(values))
-    by = reference.coefficient(norm, 0.5)
-    assert_bits(grads, [reference.scaled(value, by) for value in values])
+    assert_clipped(norm, grads, values)
 
 
 def test_one_gradient_of_over_two_to_the_31_elements(cuda_backend):
@@ -132,13 +139,7 @@ def test_one_gradient_of_over_two_to_the_31_elements(cuda_backend):
 @pytest.mark.parametrize("rule", RULES)
 def test_ten_thousand_tensors(cuda_backend, rule):
     flat = normal(10_000 * 40, device="cuda")
-    grads = [part[: 1 + at % 40].clone() for at, part in enumerate(flat.split(40))]
-    before = copies(grads)
-    measured, expected = clipped(grads, rule)
-    if measured is not None:
-        norms_of = reference.norms if measured.dim() else reference.total_norm
-        assert_norm(measured, norms_of(before, rule.norm_type))
-    assert_bits(grads, expected)
+    check_clip([part[: 1 + at % 40].clone() for at, part in enumerate(flat.split(40))], rule)
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda"])
@@ -147,16 +148,11 @@ def test_cpu_and_cuda_gradients_share_one_norm(first, name):
     second = "cuda" if first == "cpu" else "cpu"
     devices = (first, second, first)
     grads = [normal(40 + at, device=device, seed=at) for at, device in enumerate(devices)]
-    before = copies(grads)
     with tritonclip.use_backend(name):
-        norm = tritonclip.clip_(parameters(grads), 0.5)
-    assert norm.device.type == first
-    assert_norm(norm, reference.total_norm(before))
-    by = reference.coefficient(norm, 0.5)
-    assert_bits(grads, [reference.scaled(grad, by) for grad in before])
+        assert check_clip(grads, 0.5).device.type == first
 
 
-@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+@pytest.mark.parametrize("rule", each_rule(1.0, 1.0))
 @pytest.mark.parametrize("bad", ["cpu", "cuda"])
 def test_zero_reaches_every_device(rule, bad):
     grads = [normal(9, device="cpu"), normal(9, device="cuda")]
@@ -167,33 +163,25 @@ def test_zero_reaches_every_device(rule, bad):
 
 def test_norms_by_gradient_of_both_devices_keep_the_order():
     grads = [normal(40 + at, device="cuda" if at % 2 else "cpu", seed=at) for at in range(6)]
-    expected = reference.norms(grads)
-    norms = tritonclip.clip_(parameters(grads), ClipByNorm(0.5))
-    assert norms.device.type == "cpu"
-    assert_norm(norms, expected)
+    assert check_clip(grads, ClipByNorm(0.5)).device.type == "cpu"
 
 
 def test_two_streams_do_not_disturb_each_other(cuda_backend):
     """Tables are uploaded asynchronously: a call on one stream must not refill another's."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     lists = [
-        [of_sizes(SIZES, torch.float32, "cuda"), of_sizes((70, 4097, 9), torch.float32, "cuda")]
+        of_sizes(sizes, torch.float32, "cuda")
         for _ in range(20)
+        for sizes in (SIZES, (70, 4097, 9))
     ]
-    before = [[copies(grads) for grads in pair] for pair in lists]
+    before, norms = [copies(grads) for grads in lists], []
     torch.cuda.synchronize()
-    norms = []
-    for pair in lists:
-        for stream, grads in zip(streams, pair, strict=True):
-            with torch.cuda.stream(stream):
-                norms.append(tritonclip.clip_(parameters(grads), 0.5))
+    for at, grads in enumerate(lists):
+        with torch.cuda.stream(streams[at % 2]):
+            norms.append(tritonclip.clip_(parameters(grads), 0.5))
     torch.cuda.synchronize()
-    flat = [grads for pair in before for grads in pair]
-    after = [grads for pair in lists for grads in pair]
-    for norm, old, new in zip(norms, flat, after, strict=True):
-        assert_norm(norm, reference.total_norm(old))
-        by = reference.coefficient(norm, 0.5)
-        assert_bits(new, [reference.scaled(grad, by) for grad in old])
+    for result in zip(norms, lists, before, strict=True):
+        assert_clipped(*result)
 
 
 def test_pointers_of_a_queued_call_are_not_overwritten(cuda_backend):
@@ -220,8 +208,7 @@ def test_gradients_on_a_device_that_is_not_current(cuda_backend, rule):
     with torch.cuda.device(0):
         # From the second call on, launches are known.
         for _ in range(3):
-            for old, value in zip((*here, *there), (*values[0], *values[1]), strict=True):
-                old.copy_(value)
+            fill((*here, *there), (*values[0], *values[1]))
             expected = tritonclip.clip_(parameters(here), rule)
             measured = tritonclip.clip_(parameters(there), rule)
         assert torch.cuda.current_device() == 0
@@ -234,12 +221,7 @@ def test_gradients_on_a_device_that_is_not_current(cuda_backend, rule):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gradients_on_two_gpus_share_one_norm(cuda_backend):
     grads = [normal(40 + at, device=f"cuda:{at % 2}", seed=at) for at in range(4)]
-    before = copies(grads)
-    norm = tritonclip.clip_(parameters(grads), 0.5)
-    assert norm.device.index == 0
-    assert_norm(norm, reference.total_norm(before))
-    by = reference.coefficient(norm, 0.5)
-    assert_bits(grads, [reference.scaled(grad, by) for grad in before])
+    assert check_clip(grads, 0.5).device.index == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -284,8 +266,7 @@ def test_known_launches_give_the_bits_of_the_first(rule, scale):
     results: list[list[torch.Tensor]] = []
 
     def clip() -> None:
-        for grad, value in zip(grads, before, strict=True):
-            grad.copy_(value)
+        fill(grads, before)
         norm = tritonclip.clip_(params, rule, grad_scale=scale)
         results.append([*copies(grads), *([] if norm is None else [norm])])
 
@@ -306,13 +287,10 @@ def test_known_launches_run_on_the_current_stream(cuda_backend):
         with torch.cuda.stream(stream):
             for _ in range(3):
                 torch.cuda._sleep(1_000_000)
-                for grad, value in zip(grads, values, strict=True):
-                    grad.copy_(value)
+                fill(grads, values)
                 norm = tritonclip.clip_(params, 0.5)
         torch.cuda.synchronize()
-        assert_norm(norm, reference.total_norm(values))
-        by = reference.coefficient(norm, 0.5)
-        assert_bits(grads, [reference.scaled(value, by) for value in values])
+        assert_clipped(norm, grads, values)
 
 
 def test_hooks_of_triton_are_told_of_known_launches(monkeypatch):
@@ -389,12 +367,8 @@ def test_clip_by_unit_of_over_two_to_the_31_elements(cuda_backend):
     weight.grad[-1, -4:] = 3.0
     assert_norm(tritonclip.clip_([weight], ClipByUnitNorm(1.0 / 128)), [40**0.5])
     # Rows of norm 2 and 6, for a limit of sqrt(16400) / 128 = 1.0005.
-    torch.testing.assert_close(
-        weight.grad[-1, -4:].float().cpu(), torch.full((4,), 0.5), rtol=0.01, atol=0
-    )
-    torch.testing.assert_close(
-        weight.grad[0, :4].float().cpu(), torch.full((4,), 0.5), rtol=0.01, atol=0
-    )
+    clipped = [*weight.grad[-1, -4:].tolist(), *weight.grad[0, :4].tolist()]
+    assert clipped == pytest.approx([0.5] * 8, rel=0.01)
 
 
 def test_backends_agree_on_clip_by_unit():
@@ -404,5 +378,4 @@ def test_backends_agree_on_clip_by_unit():
         with tritonclip.use_backend(name):
             norms = tritonclip.clip_(parameters, ClipByUnitNorm())
         results.append([norms, *map(grad_of, parameters)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)
+    torch.testing.assert_close(*results, rtol=2e-6, atol=0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
-from helpers.absent_gpu import kernel_module, replaced_launch
-from helpers.cases import CHUNK, DOZENS, of_sizes, parameters
+from helpers.absent_gpu import kernel_module
+from helpers.cases import CHUNK, DOZENS, normal, of_sizes, parameters
 from helpers.graphs import captured_second_gpu
 from tritonclip import (
     ClipByGlobalNorm,
@@ -33,41 +33,27 @@ from tritonclip import (
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
 
-@dataclass
-class Launch:
-    """One launch: the kernel's name, its grid and the tables among its arguments."""
-
-    kernel: str
-    programs: int
-    tables: tuple[torch.Tensor, ...]
-    n_chunks: int
+TABLES = kernel_module("tables")
 
 
-@pytest.fixture
-def launches(backend):
-    """Every launch of the test, in order; the kernels run as usual."""
-    if backend.name != "triton":
-        pytest.skip("the torch backend launches no kernels of ours")
-    module = kernel_module("launch")
-    real = module.launch
-    seen = []
-
-    def launch(kernel, device, programs, occupancy, arguments, **constants):
-        name = kernel.fn.__name__
-        numbers = [a for a in arguments if isinstance(a, int)]
-        seen.append(Launch(name, programs, tuple(arguments[:4]), numbers[0]))
-        real(kernel, device, programs, occupancy, arguments, **constants)
-
-    with replaced_launch(launch):
-        yield seen
-
-
-def names(launches: Sequence[Launch]) -> list[str]:
+def names(launches) -> list[str]:
     return [launch.kernel for launch in launches]
+
+
+def tables_of(launch):
+    """Addresses, lengths, the first chunk of each gradient, and the owner of each chunk."""
+    return launch.arguments[:4]
+
+
+def of_dtypes(device):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    return [normal(9, dtype, device) for dtype in dtypes]
 
 
 GLOBAL = ["norm_kernel", "scale_kernel"]
 EACH = ["norm_kernel", "scale_each_kernel"]
+
+
 VALUE = ["clamp_kernel"]
 # Limits that the gradients are far beyond, and limits that they are far within.
 RULES = [
@@ -81,43 +67,32 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize("scale", [None, 8.0], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("count", [1, DOZENS])
 @pytest.mark.parametrize(("rule", "expected"), RULES)
-def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count):
+def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count, scale):
     grads = of_sizes((index % 7 for index in range(count)), torch.float32, device)
-    tritonclip.clip_(parameters(grads), rule)
+    scale = scale and torch.tensor(scale, device=device)
+    tritonclip.clip_(parameters(grads), rule, grad_scale=scale)
     assert names(launches) == expected
 
 
 @pytest.mark.parametrize(("rule", "expected"), RULES)
 def test_clip_launches_once_more_for_every_dtype(device, launches, rule, expected):
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 5
-    grads = [of_sizes((9,), dtype, device)[0] for dtype in dtypes]
-    tritonclip.clip_(parameters(grads), rule)
+    tritonclip.clip_(parameters(of_dtypes(device) * 5), rule)
     assert names(launches) == [kernel for kernel in expected for _ in range(4)]
 
 
-@pytest.mark.parametrize(("rule", "expected"), RULES[:3])
-def test_clip_launches_no_more_to_write_zeros(device, launches, rule, expected):
-    grads = [torch.full((9,), torch.nan, device=device)]
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    # Every norm is known before the first gradient is written.
+    [*RULES[:3], pytest.param(ClipByNorm(0.1), [*EACH, "scale_each_kernel"], id="by-norm")],
+)
+def test_clip_launches_to_write_zeros(device, launches, rule, expected):
+    grads = [torch.full((9,), torch.nan, device=device), torch.ones(3, device=device)]
     tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
     assert names(launches) == expected
-    assert not grads[0].any()
-
-
-def test_clip_by_norm_launches_once_more_to_write_zeros(device, launches):
-    """Every norm is known before the first gradient is written."""
-    grads = [torch.full((9,), torch.nan, device=device), torch.ones(3, device=device)]
-    tritonclip.clip_(parameters(grads), ClipByNorm(0.1), nonfinite="zero")
-    assert names(launches) == [*EACH, "scale_each_kernel"]
     assert not any(grad.any() for grad in grads)
-
-
-@pytest.mark.parametrize(("rule", "expected"), RULES)
-def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
-    grads = of_sizes((9, 5), torch.float32, device)
-    tritonclip.clip_(parameters(grads), rule, grad_scale=torch.tensor(8.0, device=device))
-    assert names(launches) == expected
 
 
 def test_accumulate_launches_as_clip_does(device, launches):
@@ -137,10 +112,9 @@ def test_norms_by_name_of_a_step_launch_twice_for_each_number(
 ):
     """What the rule measures for each gradient serves the recorder too."""
     params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
-    path = tmp_path / "run.csv"
+    sgd, path = torch.optim.SGD(params, lr=0.1), tmp_path / "run.csv"
     with tritonclip.record(path, each=True, statistics=statistics) as recorder:
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        tritonclip.ClippedOptimizer(optimizer, rule, recorder=recorder).step()
+        tritonclip.ClippedOptimizer(sgd, rule, recorder=recorder).step()
     n = 3 if statistics else 1
     measured = ["norm_kernel"] * n, ["scale_each_kernel"] * (n + 1)
     if rule.norm_type == 2.0 and not rule.per_gradient:
@@ -148,19 +122,19 @@ def test_norms_by_name_of_a_step_launch_twice_for_each_number(
     assert names(launches) == [*measured[0], *measured[1], expected[-1]]
 
 
+ADVANCED = ["norm_kernel", "advance_kernel", "scale_kernel"]
 STATES = [
-    pytest.param(ClipByQuantile(0.9, 50), ["norm_kernel", "advance_kernel", "scale_kernel"]),
-    pytest.param(ClipByZScore(), ["norm_kernel", "advance_kernel", "scale_kernel"]),
+    pytest.param(ClipByQuantile(0.9, 50), ADVANCED, id="quantile"),
+    pytest.param(ClipByZScore(), ADVANCED, id="zscore"),
     # The norm of each gradient is put together first.
     pytest.param(
-        ClipByOwnHistory(),
-        ["norm_kernel", "scale_each_kernel", "advance_each_kernel", "scale_each_kernel"],
+        ClipByOwnHistory(), [*EACH, "advance_each_kernel", "scale_each_kernel"], id="own-history"
     ),
 ]
 
 
 @pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize(("rule", "expected"), STATES, ids=["quantile", "zscore", "own-history"])
+@pytest.mark.parametrize(("rule", "expected"), STATES)
 def test_an_adaptive_limit_launches_once_more(device, launches, rule, expected, count):
     given, state = parameters(of_sizes(range(1, count + 1), torch.float32, device)), ClipState()
     for _ in range(2):
@@ -169,11 +143,9 @@ def test_an_adaptive_limit_launches_once_more(device, launches, rule, expected, 
         assert names(launches) == expected
 
 
-@pytest.mark.parametrize(("rule", "expected"), STATES[:2], ids=["quantile", "zscore"])
+@pytest.mark.parametrize(("rule", "expected"), STATES[:2])
 def test_an_adaptive_limit_launches_once_for_all_dtypes(device, launches, rule, expected):
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-    grads = [of_sizes((9,), dtype, device)[0] for dtype in dtypes]
-    tritonclip.clip_(parameters(grads), rule, state=ClipState())
+    tritonclip.clip_(parameters(of_dtypes(device)), rule, state=ClipState())
     norm, advance, scale = expected
     assert names(launches) == [*[norm] * 4, advance, *[scale] * 4]
 
@@ -195,22 +167,15 @@ def test_tables_say_where_the_gradients_are(device, launches, rule):
     grads = of_sizes(sizes, torch.float32, device)
     tritonclip.clip_(parameters(grads), rule)
     for launch in launches:
-        addresses, lengths, first_chunks, owners = (t.cpu().tolist() for t in launch.tables)
+        tables = tables_of(launch)
+        addresses, lengths, first_chunks, owners = (table.tolist() for table in tables)
         assert addresses == [grad.data_ptr() for grad in grads]
         assert lengths == list(sizes)
         assert first_chunks == [0, 1, 2, 3, 5]
         assert owners == [0, 1, 2, 3, 3, 4]
-        assert launch.n_chunks == 6
-
-
-def test_tables_have_the_dtypes_that_kernels_read(device, launches):
-    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
-    dtypes = [torch.int64, torch.int64, torch.int64, torch.int32]
-    for launch in launches:
-        assert [table.dtype for table in launch.tables] == dtypes
-        assert all(
-            table.is_contiguous() and table.device.type == device.type for table in launch.tables
-        )
+        assert next(a for a in launch.arguments if isinstance(a, int)) == 6
+        assert [table.dtype for table in tables] == [*[torch.int64] * 3, torch.int32]
+        assert all(table.is_contiguous() and table.device.type == device.type for table in tables)
 
 
 def test_grid_is_one_wave_at_most(device, launches):
@@ -222,18 +187,13 @@ def test_grid_is_one_wave_at_most(device, launches):
         assert launches[0].programs == min(n_chunks, wave)
 
 
-def test_kernels_of_a_call_share_their_tables(device, launches):
-    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
-    norm, scale = launches
-    assert all(a is b for a, b in zip(norm.tables, scale.tables, strict=True))
-
-
-def test_next_call_uses_the_same_tables(device, launches):
+def test_kernels_and_calls_share_their_tables(device, launches):
     given = parameters(of_sizes((3, 5), torch.float32, device))
-    tritonclip.clip_(given, 0.1)
-    tritonclip.clip_(given, 0.1)
-    first, second = launches[0], launches[2]
-    assert all(a is b for a, b in zip(first.tables, second.tables, strict=True))
+    for _ in range(2):
+        tritonclip.clip_(given, 0.1)
+    first, *others = map(tables_of, launches)
+    assert len(others) == 3
+    assert all(a is b for tables in others for a, b in zip(first, tables, strict=True))
 
 
 def test_next_call_sees_a_new_gradient(device, launches):
@@ -244,8 +204,8 @@ def test_next_call_sees_a_new_gradient(device, launches):
     new = torch.full((5,), 7.0, device=device)
     given[1].grad = new
     tritonclip.clip_(given, 0.1)
-    assert launches[0].tables[0].tolist() == [grad.data_ptr() for grad in old]
-    assert launches[2].tables[0].tolist() == [old[0].data_ptr(), new.data_ptr()]
+    assert tables_of(launches[0])[0].tolist() == [grad.data_ptr() for grad in old]
+    assert tables_of(launches[2])[0].tolist() == [old[0].data_ptr(), new.data_ptr()]
     assert (new < 7.0).all()
 
 
@@ -261,7 +221,7 @@ LENGTHS = st.one_of(
 def test_chunk_table_covers_every_element_once(device, one_multiprocessor, sizes):
     """No such gradients exist here: sizes and addresses are all that the layout is made from."""
     addresses = [16 * (index + 1) for index in range(len(sizes))]
-    table = kernel_module("tables").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
+    table = TABLES.lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
     pointers, lengths, first_chunks, owners = table.arguments
 
     chunk = torch.arange(table.n_chunks)
@@ -284,25 +244,9 @@ ADDRESSES = [64, 128]
 
 
 @pytest.fixture
-def one_multiprocessor(monkeypatch):
-    """A number of multiprocessors, which a CPU does not have."""
-    monkeypatch.setattr(kernel_module("launch"), "multiprocessors", lambda device: 1)
-
-
-@pytest.fixture
 def tables(device, one_multiprocessor):
     """The tables of two gradients, none made yet."""
-    return kernel_module("tables").ChunkTables(device, torch.float32, SIZES)
-
-
-@pytest.fixture
-def stream(monkeypatch):
-    """The current stream of the device, for a test to change."""
-    current = [0]
-    monkeypatch.setattr(
-        kernel_module("tables"), "_current_stream", lambda device: (current[0], False)
-    )
-    return current
+    return TABLES.ChunkTables(device, torch.float32, SIZES)
 
 
 def test_tables_of_the_same_addresses_are_the_same(tables):
@@ -324,7 +268,7 @@ def test_tables_never_change_while_a_call_has_them(tables):
     """Another thread may have called meanwhile."""
     held = [tables.table(ADDRESSES), tables.table([64, 192])]
     before = [[part.clone() for part in table.arguments] for table in held]
-    for address in range(256, 256 + 64 * 3 * kernel_module("tables").KEPT, 64):
+    for address in range(256, 256 + 64 * 3 * TABLES.KEPT, 64):
         tables.table([64, address])
     for table, parts in zip(held, before, strict=True):
         assert all(torch.equal(*pair) for pair in zip(table.arguments, parts, strict=True))
@@ -332,7 +276,7 @@ def test_tables_never_change_while_a_call_has_them(tables):
 
 def test_gradients_that_come_back_to_addresses_find_their_table(tables):
     """As in training, where memory that one step leaves goes to the next."""
-    kept = kernel_module("tables").KEPT
+    kept = TABLES.KEPT
     places = [[64, 256 + 64 * step] for step in range(kept)]
     made = [tables.table(place) for place in places]
     for place, table in 2 * [*zip(places, made, strict=True)]:
@@ -348,7 +292,7 @@ def test_addresses_go_to_memory_that_was_theirs_before(tables):
     for address in range(256, 256 + 64 * 50, 64):
         seen.add(tables.table([64, address]).addresses[0])
     # The table that was laid out has memory of its own.
-    assert len(seen) <= 2 + kernel_module("tables").KEPT
+    assert len(seen) <= 2 + TABLES.KEPT
 
 
 def test_addresses_that_a_graph_reads_stay_where_they_are(tables, current):
@@ -373,33 +317,33 @@ def test_addresses_that_a_graph_uploads_have_memory_of_their_own(tables, current
     assert spare == before
 
 
-def test_streams_write_no_addresses_of_one_another(tables, stream):
+def test_streams_write_no_addresses_of_one_another(tables, current):
     """What one of them has queued reads its own, however far the others are."""
     held: dict[int, set[int]] = {0: set(), 7: set()}
     for address in range(256, 256 + 64 * 50, 64):
-        for stream[0], own in held.items():
+        for current["stream"], own in held.items():
             own.add(tables.table([64, address]).addresses[0])
     assert not held[0] & held[7]
 
 
-def test_memory_of_forgotten_streams_is_forgotten(tables, stream):
+def test_memory_of_forgotten_streams_is_forgotten(tables, current):
     memory = []
-    for stream[0] in range(1 + kernel_module("tables").STREAMS):
+    for current["stream"] in range(1 + TABLES.STREAMS):
         for address in (256, 320):
             row = tables.table([64, address]).row
         memory.append(weakref.ref(row.memory.tensor))
         del row
     gc.collect()
-    assert [one() is None for one in memory] == [True] + [False] * kernel_module("tables").STREAMS
+    assert [one() is None for one in memory] == [True] + [False] * TABLES.STREAMS
 
 
 @pytest.mark.parametrize("places", [1, 30], ids=["there and back", "on and on"])
-def test_a_stream_whose_gradients_move_is_not_forgotten(tables, stream, places):
+def test_a_stream_whose_gradients_move_is_not_forgotten(tables, current, places):
     first = tables.table(ADDRESSES)
     for other in range(1, 30):
-        stream[0] = other
+        current["stream"] = other
         tables.table(ADDRESSES)
-        stream[0] = 0
+        current["stream"] = 0
         for address in (128, 256 + 64 * (other % places)):
             assert tables.table([64, address]).arguments[1] is first.arguments[1]
 
@@ -411,65 +355,62 @@ def test_addresses_of_inference_mode_are_written_outside_of_it(tables):
             assert tables.table([64, address]).arguments[0].tolist() == [64, address]
 
 
-def test_tables_of_a_stream_are_not_found_on_another(tables, stream):
+def test_tables_of_a_stream_are_not_found_on_another(tables, current):
     """What was uploaded on one stream is not yet there for another."""
     first = tables.table(ADDRESSES)
-    stream[0] = 7
+    current["stream"] = 7
     second = tables.table(ADDRESSES)
     assert all(a is not b for a, b in zip(first.arguments, second.arguments, strict=True))
-    stream[0] = 0
+    current["stream"] = 0
     assert tables.table(ADDRESSES) is first
 
 
-def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
-    kept = kernel_module("tables").STREAMS
+def test_tables_of_the_oldest_streams_are_forgotten(tables, current):
+    kept = TABLES.STREAMS
     first = tables.table(ADDRESSES)
-    for stream[0] in range(1, kept + 1):
+    for current["stream"] in range(1, kept + 1):
         tables.table(ADDRESSES)
     assert len(tables._streams) == kept
-    stream[0] = 0
+    current["stream"] = 0
     assert tables.table(ADDRESSES) is not first
 
 
-def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
+def test_capture_finds_the_tables_of_one_eager_call(tables, current):
     """Else a CUDA graph captured after one call would upload its tables at every replay."""
     table = tables.table(ADDRESSES)
-    monkeypatch.setattr(kernel_module("tables"), "_current_stream", lambda device: (0, True))
+    current["capturing"] = True
     assert tables.table(ADDRESSES) is table
-
-
-class Upload:
-    """Stands in for the event at the end of an upload."""
-
-    def __init__(self) -> None:
-        self.reached, self.asked = False, 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        return self.reached
 
 
 @pytest.fixture
 def uploads(monkeypatch):
     """The end of each eager upload, in order; none is reached yet."""
-    made: list[Upload] = []
+    made: list[Any] = []
 
     def recorded(device):
-        made.append(Upload())
+        made.append(Mock(query=Mock(return_value=False)))
         return made[-1]
 
-    monkeypatch.setattr(kernel_module("tables"), "_recorded", recorded)
+    monkeypatch.setattr(TABLES, "_recorded", recorded)
     return made
+
+
+@pytest.fixture
+def landed(tables, uploads, current):
+    """A table whose upload is known to have ended."""
+    table = tables.table(ADDRESSES)
+    uploads[0].query.return_value = True
+    tables.table(list(ADDRESSES))
+    return table
 
 
 @pytest.fixture
 def current(monkeypatch):
     """The current stream, and whether it is captured, for a test to change."""
-    state = {"stream": 1, "capturing": False}
+    state = {"stream": 0, "capturing": False}
     now = lambda device: (state["stream"], state["capturing"])  # noqa: E731
-    monkeypatch.setattr(kernel_module("tables"), "_current_stream", now)
-    pinned = kernel_module("tables").PinnedMemory()
-    monkeypatch.setattr(kernel_module("tables"), "pinned_memory", pinned)
+    monkeypatch.setattr(TABLES, "_current_stream", now)
+    monkeypatch.setattr(TABLES, "pinned_memory", TABLES.PinnedMemory())
     return state
 
 
@@ -477,15 +418,12 @@ def is_uploaded(table, other) -> bool:
     return bool(table.addresses != other.addresses)
 
 
-def test_tables_that_have_landed_serve_captures_on_every_stream(tables, uploads, current):
+def test_tables_that_have_landed_serve_captures_on_every_stream(tables, landed, uploads, current):
     """torch.cuda.graph captures on another stream than the warm-up."""
-    table = tables.table(ADDRESSES)
-    uploads[0].reached = True
-    tables.table(list(ADDRESSES))
     for stream in (2, 3):
         current |= {"stream": stream, "capturing": True}
-        assert not is_uploaded(tables.table(list(ADDRESSES)), table)
-    assert is_uploaded(tables.table([64, 256]), table)
+        assert not is_uploaded(tables.table(list(ADDRESSES)), landed)
+    assert is_uploaded(tables.table([64, 256]), landed)
     assert len(uploads) == 1
 
 
@@ -495,60 +433,51 @@ def test_tables_that_are_not_known_to_have_landed_serve_their_stream_alone(
     table = tables.table(ADDRESSES)
     # Seen before the end of the upload.
     tables.table(ADDRESSES)
-    uploads[0].reached = True
+    uploads[0].query.return_value = True
     current |= {"stream": 2, "capturing": True}
     assert is_uploaded(tables.table(ADDRESSES), table)
-    current["stream"] = 1
+    current["stream"] = 0
     assert not is_uploaded(tables.table(ADDRESSES), table)
 
 
 def test_a_capture_asks_for_no_event(tables, uploads, current):
     """A query is not permitted while a stream is captured."""
     tables.table(ADDRESSES)
-    uploads[0].reached = True
-    for stream in (1, 2):
+    query = uploads[0].query
+    query.return_value = True
+    for stream in (0, 2):
         current |= {"stream": stream, "capturing": True}
         tables.table(ADDRESSES)
-    assert uploads[0].asked == 0
-    current |= {"stream": 1, "capturing": False}
+    assert query.call_count == 0
+    current |= {"stream": 0, "capturing": False}
     for _ in range(3):
         tables.table(ADDRESSES)
-    assert uploads[0].asked == 1
+    assert query.call_count == 1
 
 
-def test_tables_that_have_landed_serve_no_eager_call_on_another_stream(tables, uploads, current):
+def test_tables_that_have_landed_serve_no_eager_call_on_another_stream(tables, landed, current):
     """What its stream frees may be written again while others still read."""
-    table = tables.table(ADDRESSES)
-    uploads[0].reached = True
-    tables.table(ADDRESSES)
     current["stream"] = 2
-    assert is_uploaded(tables.table(ADDRESSES), table)
+    assert is_uploaded(tables.table(ADDRESSES), landed)
 
 
-def test_moved_gradients_have_to_land_anew(tables, uploads, current):
-    tables.table(ADDRESSES)
-    uploads[0].reached = True
-    tables.table(ADDRESSES)
+def test_moved_gradients_have_to_land_anew(tables, landed, current):
     moved = tables.table([64, 256])
     current |= {"stream": 2, "capturing": True}
     assert is_uploaded(tables.table([64, 256]), moved)
 
 
-def test_captures_of_one_table_keep_it_once(tables, uploads, current):
-    pinned = kernel_module("tables").pinned_memory
-    table = tables.table(ADDRESSES)
-    uploads[0].reached = True
-    tables.table(ADDRESSES)
+def test_captures_of_one_table_keep_it_once(tables, landed, current):
     current["capturing"] = True
-    for current["stream"] in range(1, 9):
+    for current["stream"] in range(8):
         tables.table(list(ADDRESSES))
-    assert sorted(pinned.captured) == sorted(map(id, table.arguments))
+    assert sorted(TABLES.pinned_memory.captured) == sorted(map(id, landed.arguments))
 
 
 def test_tables_outlive_the_graphs_that_read_them(tables, uploads, current):
     """Other calls may drop every plan and every table that an eager call finds."""
     kept = [tables.table(ADDRESSES)]
-    uploads[0].reached = True
+    uploads[0].query.return_value = True
     tables.table(ADDRESSES)
     for addresses in (ADDRESSES, [64, 256]):
         current |= {"stream": 2, "capturing": True}
@@ -563,18 +492,14 @@ def test_tables_outlive_the_graphs_that_read_them(tables, uploads, current):
 @pytest.mark.parametrize("known", [False, True])
 def test_tables_take_one_upload(tables, monkeypatch, known):
     """A graph that uploads them copies once at each replay."""
-    module, sizes = kernel_module("tables"), []
-    real = module.upload
-
-    def upload(table, *rest):
-        sizes.append(table.nbytes)
-        return real(table, *rest)
-
     if known:
         tables.table([64, 256])
-    monkeypatch.setattr(module, "upload", upload)
+    upload = Mock(side_effect=TABLES.upload)
+    monkeypatch.setattr(TABLES, "upload", upload)
     table = tables.table(ADDRESSES)
-    assert sizes == [16 if known else 3 * 16 + 4 * table.n_chunks]
+    ((given, *_), _) = upload.call_args
+    assert upload.call_count == 1
+    assert given.nbytes == (16 if known else 3 * 16 + 4 * table.n_chunks)
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -582,68 +507,58 @@ def test_tables_take_one_upload(tables, monkeypatch, known):
 def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypatch):
     """A graph is captured on the second of two devices, whichever is the current one."""
     entered = captured_second_gpu(current, monkeypatch)
-    module = kernel_module("tables")
     monkeypatch.setattr(kernel_module("launch"), "current_stream", lambda device: 10 + device.index)
-    stream = module._current_stream(torch.device("cuda", own))
+    stream = TABLES._current_stream(torch.device("cuda", own))
     assert stream == (10 + own, own == 1)
     assert entered == [current]
 
 
-def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):
+def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, current):
     """They hold nothing before the graph is replayed, and its replays read them for ever."""
-    module = kernel_module("tables")
-    pinned = module.PinnedMemory()
-    monkeypatch.setattr(module, "pinned_memory", pinned)
     tables.table(ADDRESSES)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_current_stream", lambda device: (0, True))
-        captured = tables.table([64, 256])
-    assert all(pinned.captured[id(one)] is one for one in captured.arguments)
+    current["capturing"] = True
+    captured = tables.table([64, 256])
+    current["capturing"] = False
+    assert all(TABLES.pinned_memory.captured[id(one)] is one for one in captured.arguments)
     assert tables.table([64, 256]) is not captured
 
 
 def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
-    module = kernel_module("tables")
-    made = []
-
-    def allocate(n_bytes):
-        made.append(n_bytes)
-        return torch.empty(n_bytes)
-
-    monkeypatch.setattr(module, "_pinned", allocate)
-    pinned = module.PinnedMemory()
+    allocate = Mock(side_effect=torch.empty)
+    monkeypatch.setattr(TABLES, "_pinned", allocate)
+    pinned = TABLES.PinnedMemory()
     with pytest.raises(RuntimeError, match="call the same clip function once, eagerly"):
         pinned.block(100, capturing=True)
     pinned.block(100, capturing=False)
-    assert made == [128, 128]
+    assert allocate.call_args_list == [call(128)] * 2
     pinned.block(100, capturing=True)
-    assert len(made) == 2
+    assert allocate.call_count == 2
     pinned.refill()
-    assert made == [128] * 3
+    assert allocate.call_args_list == [call(128)] * 3
     pinned.block(100, capturing=True)
-    assert len(made) == 3
+    assert allocate.call_count == 3
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 64, 65, 128, 129])
 def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
-    module = kernel_module("tables")
-    monkeypatch.setattr(module, "_pinned", torch.empty)
-    pinned = module.PinnedMemory()
+    monkeypatch.setattr(TABLES, "_pinned", torch.empty)
+    pinned = TABLES.PinnedMemory()
     assert n_bytes <= len(pinned.block(n_bytes, capturing=False)) <= max(64, 2 * n_bytes)
     assert n_bytes <= len(pinned.block(n_bytes, capturing=True))
 
 
-def test_eager_call_replaces_the_pinned_memory_of_captures(monkeypatch, one_multiprocessor):
-    module = kernel_module("tables")
-    monkeypatch.setattr(module, "_pinned", torch.empty)
-    monkeypatch.setattr(module, "pinned_memory", pinned := module.PinnedMemory())
+def test_eager_call_replaces_the_pinned_memory_of_captures(
+    monkeypatch, current, one_multiprocessor
+):
+    monkeypatch.setattr(TABLES, "_pinned", torch.empty)
+    pinned = TABLES.pinned_memory
     pinned.block(100, capturing=False)
     pinned.block(100, capturing=True)
-    tables = module.ChunkTables(torch.device("cpu"), torch.float32, SIZES)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_current_stream", lambda device: (0, True))
-        tables.table(ADDRESSES)
+    tables = TABLES.ChunkTables(torch.device("cpu"), torch.float32, SIZES)
+    current["capturing"] = True
+    tables.table(ADDRESSES)
     with pytest.raises(RuntimeError, match="pinned memory while a CUDA graph is captured"):
         pinned.block(100, capturing=True)
+    current["capturing"] = False
     tables.table(ADDRESSES)
     pinned.block(100, capturing=True)
