@@ -13,8 +13,10 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,11 +106,8 @@ def test_arguments_of_another_kind_launch_nothing(arguments):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((1, None), TypeError),
-        ((1, None, 1, 1), TypeError),
-        ((1, None, 0.5), TypeError),
-        ((1, None, 2**63), OverflowError),
-        ((-1, None, 1), OverflowError),
+        *((given, TypeError) for given in ((1, None), (1, None, 1, 1), (1, None, 0.5))),
+        *((given, OverflowError) for given in ((1, None, 2**63), (-1, None, 1))),
         (("a", None, 1), AttributeError),
     ],
     ids=str,
@@ -125,10 +124,8 @@ def test_wrong_arguments_raise_and_launch_nothing(arguments, error):
 @pytest.mark.parametrize(
     "arguments",
     [
-        (0, 1, 1, 1, 0, b"p"),
-        (1, 0, 1, 1, 0, b"p"),
-        (1, 1, 1, 1, 0, b"f"),
-        (1, 1, 1, 1, 0, b"p" * 31),
+        *[(0, 1, 1, 1, 0, b"p"), (1, 0, 1, 1, 0, b"p")],
+        *[(1, 1, 1, 1, 0, b"f"), (1, 1, 1, 1, 0, b"p" * 31)],
     ],
     ids=str,
 )
@@ -175,26 +172,15 @@ def test_every_kernel_is_handed_what_triton_hands_over(tmp_path, dtype):
 
 def compiled_kernel(**changes: Any) -> Any:
     """What `Runner.start` reads of a compiled kernel; arguments: a pointer, None and an int32."""
-    metadata = {
-        "num_warps": 8,
-        "num_ctas": 1,
-        "shared": 64,
-        "launch_pdl": False,
-        "launch_cooperative_grid": False,
-        "global_scratch_size": 0,
-        "profile_scratch_size": 0,
-        **{name: value for name, value in changes.items() if name in METADATA},
-    }
-    absent = [name for name, value in metadata.items() if value is ABSENT]
-    for name in absent:
-        del metadata[name]
+    metadata = {"num_warps": 8, "num_ctas": 1, "shared": 64} | dict.fromkeys(UNUSED, 0) | changes
+    present = {name: value for name, value in metadata.items() if value is not ABSENT}
     signature = {"a_ptr": "*fp32", "b_ptr": "constexpr", "n": "i32", "DTYPE": "constexpr"}
     signature |= changes.get("signature", {})
     parameters = ".param .u64 .ptr .global .align 1 k_0, .param .u32 k_1, .param .u64 k_2"
     ptx = f".visible .entry kernel(\n{parameters}, .param .u64 k_3\n)\n.reqntid 256\n{{ }}"
     return SimpleNamespace(
-        metadata=SimpleNamespace(**metadata),
-        packed_metadata=changes.get("packed_metadata", (8, metadata.get("num_ctas"), 64)),
+        metadata=SimpleNamespace(**present),
+        packed_metadata=changes.get("packed_metadata", (8, present.get("num_ctas"), 64)),
         function=changes.get("function", 16),
         src=SimpleNamespace(signature=signature, fn=SimpleNamespace(arg_names=list(signature))),
         asm={"ptx": changes.get("ptx", ptx)},
@@ -202,8 +188,8 @@ def compiled_kernel(**changes: Any) -> Any:
 
 
 ABSENT = "absent"
-METADATA = (
-    *("num_ctas", "launch_pdl", "launch_cooperative_grid"),
+UNUSED = (
+    *("launch_pdl", "launch_cooperative_grid"),
     *("global_scratch_size", "profile_scratch_size"),
 )
 
@@ -305,6 +291,10 @@ class Batches:
         self.state = torch.zeros(4, 2, dtype=torch.float64)
         self.norms = torch.ones(4)
 
+    def clip_each(self) -> None:
+        norms = self.gradients.norm(2.0, per_gradient=True)
+        self.gradients.scale_each_(norms, Clip(2.0, 0, 1.0, 1.0))
+
     def clip_units(self, units: Any, *numbers: Any) -> None:
         units.scale_each_(units.measure(), Clip(2.0, 1e-3, *numbers))
 
@@ -316,22 +306,18 @@ class Batches:
         advance_each((1.0,) * 4, self.state, self.state, rows, self.norms)
 
 
+NUMBER = torch.tensor(2.0)
 CALLS: dict[str, tuple[int, Callable[[Batches], Any]]] = {
     "clamp": (1, lambda on: on.gradients.clamp_(-1.0, 1.0, 1.0)),
-    "clamp, scaled": (1, lambda on: on.gradients.clamp_(-1.0, 1.0, torch.tensor(2.0))),
+    "clamp, scaled": (1, lambda on: on.gradients.clamp_(-1.0, 1.0, NUMBER)),
     "clip": (2, lambda on: on.gradients.clip_(2.0, 1e-6, 1.0, 1.0)),
-    "clip, scaled": (2, lambda on: on.gradients.clip_(2.0, 1e-6, 1.0, torch.tensor(2.0))),
-    "each": (
-        2,
-        lambda on: on.gradients.scale_each_(
-            on.gradients.norm(2.0, per_gradient=True), Clip(2.0, 0, 1.0, 1.0)
-        ),
-    ),
+    "clip, scaled": (2, lambda on: on.gradients.clip_(2.0, 1e-6, 1.0, NUMBER)),
+    "each": (2, lambda on: on.clip_each()),
     "units": (2, lambda on: on.clip_units(on.units, 0.1, 1.0)),
-    "units, scaled": (2, lambda on: on.clip_units(on.units, torch.ones(1), torch.tensor(2.0))),
+    "units, scaled": (2, lambda on: on.clip_units(on.units, torch.ones(1), NUMBER)),
     "units, weights of another dtype": (3, lambda on: on.clip_units(on.mixed, 0.1, 1.0)),
     "z-score": (1, lambda on: on.advance("zscore")),
-    "quantile, scaled": (1, lambda on: on.advance("quantile", torch.tensor(2.0))),
+    "quantile, scaled": (1, lambda on: on.advance("quantile", NUMBER)),
     "own history": (1, lambda on: on.advance_each(None)),
     "own history of rows": (1, lambda on: on.advance_each(torch.arange(4))),
 }
@@ -351,26 +337,19 @@ def test_a_launch_is_known_from_the_second_call_on(by_triton, call):
     assert all(arguments[1 : 1 + len(given)] == given for arguments in started.seen)
 
 
+@pytest.mark.parametrize("hooks", [False, True], ids=["does not start", "hooks are told"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_known_launch_that_does_not_start_goes_triton_s_way(by_triton, call):
+def test_a_known_launch_goes_triton_s_way_where_it(by_triton, monkeypatch, call, hooks):
+    """So does one on another device than the current one, as where hooks are told of all."""
     seen, started = by_triton
+    if hooks:
+        monkeypatch.setattr(launch, "direct_stream", lambda device: None)
     on, (n, run) = Batches(), CALLS[call]
     run(on)
     started.starting = False
     run(on)
     assert len(seen) == 2 * n
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_where_hooks_are_told_every_launch_goes_triton_s_way(by_triton, monkeypatch, call):
-    """So it does on another device than the current one."""
-    seen, started = by_triton
-    monkeypatch.setattr(launch, "direct_stream", lambda device: None)
-    on, (n, run) = Batches(), CALLS[call]
-    for _ in range(2):
-        run(on)
-    assert len(seen) == 2 * n
-    assert started.seen == []
+    assert not hooks or started.seen == []
 
 
 def test_other_forms_of_a_launch_are_not_known(by_triton):
@@ -379,7 +358,9 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
     on, number, flag = Batches(), torch.tensor(2.0), torch.tensor(True)
     batch, units, rows = on.gradients, on.units, torch.arange(4)
     norms, of_units = torch.empty(3).double(), torch.empty(2, 64).double()
-    forms = [
+    clips = [Clip(2.0, 0.0, *numbers) for numbers in forms_of_numbers(number)]
+    other, last = Clip(1.0, 0.0, 1.0, 1.0), Clip(2.0, 0.0, 1.0, 1.0, flag)
+    forms: list[Callable[[], object]] = [
         lambda: batch.norm(2.0, per_gradient=False),
         lambda: batch.norm(2.0, per_gradient=True),
         lambda: batch.norm(1.0, per_gradient=False),
@@ -388,33 +369,15 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
         lambda: batch.clamp_(-1.0, 1.0, number.double()),
         lambda: batch.total(norms, 2.0, 1.0),
         *(
-            lambda clip=clip, of=of: of(norms, clip)
-            for of in (batch.scale_, batch.scale_each_)
-            for clip in (
-                Clip(2.0, 0.0, 1.0, 1.0),
-                Clip(1.0, 0.0, 1.0, 1.0),
-                Clip(2.0, 0.0, number, 1.0),
-                Clip(2.0, 0.0, 1.0, number),
-                Clip(2.0, 0.0, number.double(), 1.0),
-                Clip(2.0, 0.0, 1.0, number.double()),
-                Clip(2.0, 0.0, 1.0, 1.0, flag if of == batch.scale_each_ else True),
-            )
+            partial(batch.scale_, norms, clip)
+            for clip in (*clips, other, clips[0]._replace(erase=True))
         ),
+        *(partial(batch.scale_each_, norms, clip) for clip in (*clips, other, last)),
         lambda: batch.total_each(norms, 2.0, 1.0),
         lambda: batch.norms_each(norms, 2.0),
-        lambda: batch.scale_(norms.float(), Clip(2.0, 0.0, 1.0, 1.0)),
+        lambda: batch.scale_(norms.float(), clips[0]),
         units.measure,
-        *(
-            lambda clip=clip: units.scale_each_(of_units, clip)
-            for clip in (
-                Clip(2.0, 0.0, 1.0, 1.0),
-                Clip(2.0, 0.0, number, 1.0),
-                Clip(2.0, 0.0, 1.0, number),
-                Clip(2.0, 0.0, number.double(), 1.0),
-                Clip(2.0, 0.0, 1.0, number.double()),
-                Clip(2.0, 0.0, 1.0, 1.0, flag),
-            )
-        ),
+        *(partial(units.scale_each_, of_units, clip) for clip in (*clips, last)),
         lambda: units.total_each(of_units, 2.0, 1.0),
         lambda: units.norms_each(of_units),
         lambda: on.advance("zscore"),
@@ -431,6 +394,12 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
     for form in forms:
         form()
     assert len(seen) == len(started.seen) == len(forms)
+
+
+def forms_of_numbers(number: torch.Tensor) -> list[tuple[Any, Any]]:
+    """Limits and loss scales: as numbers, and one of them in a tensor of either dtype."""
+    tensors = (number, number.double())
+    return [(1.0, 1.0), *((x, 1.0) for x in tensors), *((1.0, x) for x in tensors)]
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1.0, 1.0), (-1.0, 1, 1.0), (-1.0, 1.0, 1)], ids=str)
@@ -455,18 +424,12 @@ def test_launches_on_an_absent_driver_are_triton_s(monkeypatch):
     """Nothing is known where the process has no driver: the second launch is as the first."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     launch._cu_launch_kernel.cache_clear()
-    calls = []
-
-    def counted(*arguments: Any, **constants: Any) -> Any:
-        calls.append(arguments)
-        return real(*arguments, **constants)
-
     with absent_gpu(90):
-        batch, real = Batches().gradients, launch.launch
-        monkeypatch.setattr(launch, "launch", counted)
+        batch, launched = Batches().gradients, Mock(side_effect=launch.launch)
+        monkeypatch.setattr(launch, "launch", launched)
         for _ in range(2):
             batch.clamp_(-1.0, 1.0, 1.0)
-    assert len(calls) == (1 if torch.cuda.is_available() else 2)
+    assert launched.call_count == (1 if torch.cuda.is_available() else 2)
 
 
 def test_a_known_launch_starts_on_the_current_stream_of_the_current_device(monkeypatch):
