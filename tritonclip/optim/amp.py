@@ -89,7 +89,7 @@ class ScalerSide(OptimizerProxy):
     _grouping: Grouping
     # A step that failed after it wrote a gradient.
     _unfinished: Step | None
-    _begin_scaled: Callable[[Tensor | None], Step]
+    _begin_without_grad: Callable[[Tensor | None], Step]
     _measure: Callable[..., Step]
     _end_failed: Callable[[BaseException], None]
 
@@ -151,7 +151,7 @@ class ScalerSide(OptimizerProxy):
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                scaler.begun = self._begin_scaled(scale)
+                scaler.begun = self._begin_without_grad(scale)
                 if scaler.begun.verdict.left_out is True:
                     self._log.add(scaler.begun)
                     self._log.states.outliers.loss = None

@@ -134,12 +134,8 @@ class ClipGroup:
             return Clipped(norm, by_group[0][1], limit)
         if not by_group:
             return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-        largest = norm.max()
-        if len(by_group) == 1 and not isinstance(by_group[0][1], Tensor):
-            return Clipped(largest, by_group[0][1], limit)
         least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
-        coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
-        return Clipped(largest, coefficient, limit)
+        return Clipped(norm.max(), torch.stack(least).min(), limit)
 
 
 class Grouping:
@@ -362,37 +358,6 @@ class NormRequest(NamedTuple):
         what = "norms of each gradient" if self.norm.each else "the norm"
         reader = "for its rule" if self.of_rule else "beside its rule"
         return f"{self.group.owner}: {what} of order {self.norm.order}, {reader}"
-
-
-def requests(
-    groups: Sequence[ClipGroup],
-    recorded: Sequence[ClipGroup] = (),
-    *,
-    by_value: bool,
-    check_finite: bool,
-    two_norm: bool,
-) -> list[NormRequest]:
-    """All norms of a step: `by_value` also for rules that clamp; then those of `recorded`.
-
-    What will be read beside them: whether every gradient is finite, the 2-norm of all that is
-    clipped.
-    """
-    found = []
-    for group in groups:
-        if group.gradients.plan is None:
-            continue
-        rule, is_measured = group.rule, by_value or not group.rule.clamps
-        if is_measured:
-            found.append(NormRequest(group, rule.norm, of_rule=True))
-            if check_finite and hides_nonfinite(rule.norm_type):
-                found.append(NormRequest(group, LARGEST))
-        if group.by_name:
-            found += recorded_requests(group)
-        elif two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
-            found.append(NormRequest(group, TWO_NORM))
-    for group in recorded:
-        found += recorded_requests(group)
-    return found
 
 
 def recorded_requests(group: ClipGroup) -> list[NormRequest]:

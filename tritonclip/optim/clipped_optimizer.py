@@ -39,7 +39,6 @@ from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
     evaluate,
-    is_unwanted,
     step_evaluating,
 )
 from tritonclip.optim.outliers import OutlierTest, as_loss
@@ -350,7 +349,7 @@ class ClippedOptimizer(ScalerSide):
             except (TypeError, ValueError, RuntimeError) as error:
                 if closure is None:
                     # For other processes, which measure under a scale.
-                    self._measure_evaluation(1.0, refusal=error)
+                    self._measure_without_grad(1.0, refusal=error)
                 raise
         if closure is not None:
             return self._step_with(closure, grad_scale)
@@ -380,7 +379,7 @@ class ClippedOptimizer(ScalerSide):
 
     def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
         """As `_step`, of gradients that a closure computes."""
-        measure = partial(self._measure_evaluation, grad_scale)
+        measure = partial(self._measure_without_grad, grad_scale)
         self._unfinished = None
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
@@ -394,7 +393,7 @@ class ClippedOptimizer(ScalerSide):
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         self.synchronize()
         step = measure()
-        if bool(is_unwanted(step)):
+        if bool(step.is_unwanted()):
             step.verdict = SKIPPED
             self._log.add(step)
             return loss, False
@@ -516,7 +515,7 @@ class ClippedOptimizer(ScalerSide):
             self.stats.move_(device)
         refusal = refusal or grouping.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
-        raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
+        overflow = check_finite or self._scaler.found_inf
         check_finite = check_finite or policy.checks
         by_gradient = policy.is_late and self._raises_later()
         takes_each = recorder is not None and recorder.each and grouping.processes is None
@@ -538,20 +537,16 @@ class ClippedOptimizer(ScalerSide):
             check_finite=check_finite,
             by_gradient=by_gradient,
         )
-        step.measure(refusal, grouping.processes, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, grouping.processes, overflow=overflow)
         return step
 
     # For callers that may record a graph.
-    _measure_evaluation = torch.compiler.disable(without_grad(_measure))
-    _begin_scaled = torch.compiler.disable(without_grad(_begin))
-
-    def _raises_if_nonfinite(self) -> bool:
-        """Whether a step that is not finite raises, and is no overflow."""
-        return self._policy.raises and not self._raises_later() and not self._scaler.overflow
+    _measure_without_grad = torch.compiler.disable(without_grad(_measure))
+    _begin_without_grad = torch.compiler.disable(without_grad(_begin))
 
     def _end_failed(self, error: BaseException) -> None:
         """Ends a step that raises: keeps it for the next one, if it may have written anything."""
-        if self._unfinished is not None and not self._unfinished.fail(error):
+        if self._unfinished is not None and not self._unfinished.note_failure(error):
             self._unfinished = None
         self._scaler.clear()
 

@@ -47,18 +47,18 @@ def step_evaluating(
     the place of the first one; the step then ends where a later one is not finite. Returns the
     result of the optimizer's step, and whether it was taken; if not, it is undone.
     """
-    steps: list[Step] = []
-    outcomes: list[Outcomes] = []
+    counted: Step | None = None
     losses: list[Any] = []
     restore = None
     if first is not None:
-        losses.append(first[0])
-        steps.append(first[1])
-        outcomes.append(_clip_(first[1]))
+        loss, counted = first
+        losses.append(loss)
+        _clip_(counted)
         restore = snapshot(inner) if isinstance(inner, LBFGS) else None
     untouched = _watch(inner.param_groups)
 
     def evaluate_and_clip() -> Any:
+        nonlocal counted
         if losses:
             if not untouched():
                 raise RuntimeError(
@@ -77,10 +77,11 @@ def step_evaluating(
                 "This was a later evaluation of the closure within a step. Parameters and state "
                 + ("are those before the step" if restore else "are as changed by the step so far")
             )
-        if not steps:
-            # Later ones would keep the gradients of each evaluation.
-            steps.append(step)
-        outcomes.append(_clip_(step))
+        outcomes = _clip_(step)
+        if counted is None:
+            counted = step
+        else:
+            counted.outcomes = _merged(counted.outcomes, outcomes)
         return loss
 
     result = None
@@ -94,39 +95,37 @@ def step_evaluating(
                 "nonfinite='skip' cannot be kept. Use nonfinite='zero' or 'error'"
             ) from None
         restore()
-        steps[0].verdict = SKIPPED
+        assert counted is not None
+        counted.verdict = SKIPPED
     except BaseException:
         if restore is not None:
             restore()
         raise
-    if not outcomes:
+    if counted is None:
         raise RuntimeError(
             f"{type(inner).__name__} updated without evaluating the closure, so nothing was "
             "clipped; expected an optimizer that evaluates it: call backward, then step() without "
             "a closure"
         )
-    steps[0].outcomes = _merged(outcomes)
-    log.add(steps[0])
-    if steps[0].verdict is SKIPPED:
+    log.add(counted)
+    if counted.verdict is SKIPPED:
         assert first is not None
         return first[0], False
     return result, True
 
 
-# Their caller may compute gradients.
-is_unwanted = torch.compiler.disable(without_grad(Step.is_unwanted))
+# Its caller may compute gradients.
 _clip_ = torch.compiler.disable(without_grad(Step.clip_))
 
 
-def _merged(evaluations: list[Outcomes]) -> Outcomes:
-    """The norms of the first evaluation, and the least coefficients of all."""
-    merged = dict(evaluations[0])
-    for outcomes in evaluations[1:]:
-        for index, outcome in outcomes.items():
-            earlier = merged.get(index)
-            if outcome is not None and earlier is not None:
-                both = [as_tensor(o.coefficient, earlier.norm) for o in (earlier, outcome)]
-                merged[index] = earlier._replace(coefficient=torch.minimum(*both))
+def _merged(earlier: Outcomes, later: Outcomes) -> Outcomes:
+    """The norms of the earlier evaluation, and the least coefficients of both."""
+    merged = dict(earlier)
+    for index, outcome in later.items():
+        before = merged.get(index)
+        if outcome is not None and before is not None:
+            both = [as_tensor(o.coefficient, before.norm) for o in (before, outcome)]
+            merged[index] = before._replace(coefficient=torch.minimum(*both))
     return merged
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ctypes import c_float
 from functools import lru_cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,22 +119,11 @@ def _of_losses(above: Outlier) -> LossOutlier:
     return LossOutlier(above.sigmas, above.window)
 
 
-def copy_of(saved: dict[str, Any]) -> ClipState:
-    """A copy of a state from its `state_dict`, which no step waits to look at."""
-    state = ClipState()
-    state.load_state_dict(saved)
-    state._is_loaded = False
-    return state
-
-
 class OutlierTest:
-    """Whether steps are outliers, and the states of the test.
-
-    `loss` is that of the step to come, to be judged beside its norm; None for none.
-    """
+    """Whether steps are outliers; `states` of the tests by owner; `loss` of the step to come."""
 
     def __init__(self, skip_above: object = None) -> None:
-        self._states: dict[str, ClipState] = {}
+        self.states: dict[str, ClipState] = {}
         self.loss: float | Tensor | None = None
         self.skip_above = as_skip_bound(skip_above)
 
@@ -183,27 +172,11 @@ class OutlierTest:
         self, owner: str, above: Outlier, number: float | Tensor
     ) -> tuple[Flag, tuple[ClipState, Values]]:
         """Whether a number is an outlier; the state of the test, and its values after it."""
-        state = self._states.get(owner)
+        state = self.states.get(owner)
         if state is None or not state.remembers(above):
-            state = self._states[owner] = ClipState()
+            state = self.states[owner] = ClipState()
         limit, values = state.advance(above, _Norm(number))
         assert not isinstance(limit, list)
         if isinstance(number, Tensor) and isinstance(limit, Tensor):
             limit = limit.to(number.device)
         return number > limit, (state, values)
-
-    def state_dict(self, *, is_whole: bool) -> dict[str, Any]:
-        """Copies of all states; if `is_whole`, also of those that no step has needed yet."""
-        owners = self.rules() if is_whole else {}
-        states = {**dict.fromkeys(owners, ClipState()), **self._states}
-        return {owner: state.state_dict() for owner, state in states.items()}
-
-    def copy(self) -> OutlierTest:
-        """One that goes on alone, without the loss."""
-        twin = OutlierTest(self.skip_above)
-        twin._states = {o: copy_of(saved) for o, saved in self.state_dict(is_whole=False).items()}
-        return twin
-
-    def restore(self, states: dict[str, ClipState]) -> None:
-        """Goes on from states of a checkpoint."""
-        self._states = states

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from tritonclip.optim.outliers import OWNERS, OutlierTest, copy_of
+from tritonclip.optim.outliers import OWNERS, OutlierTest
 from tritonclip.optim.param_groups import Groups, are_same, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 
@@ -31,8 +31,6 @@ class RuleStates:
         # By id: a parameter, and the row of its history in every state.
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._n_rows = 0
-        # Whether the rows of all groups' parameters are all rows in order.
-        self._in_order = False
 
     def resume(self, groups: Groups) -> None:
         """Goes on with groups whose positions are those of a checkpoint or a copy."""
@@ -40,18 +38,13 @@ class RuleStates:
         if self._states:
             self.locate(groups)
 
-    def locate(self, groups: Groups, *, each: bool = True) -> None:
+    def locate(self, groups: Groups) -> None:
         """Finds groups and parameters where they stand now.
 
         A new parameter in the place of one that no group holds any more takes over its history.
-        Without `each`, parameters of groups that have not changed are not looked at.
         """
-        last = self._groups
-        same = last is not None and are_same(last, groups)
-        if same and not each:
-            return
         ids = [list(map(id, group["params"])) for group in groups]
-        if same and ids == self._ids:
+        if ids == self._ids and self._groups is not None and are_same(self._groups, groups):
             return
         before = self._indices_before(groups)
         owners = {
@@ -96,19 +89,11 @@ class RuleStates:
                     row, self._n_rows = self._n_rows, self._n_rows + 1
                 numbered[id(parameter)] = parameter, row
         self._rows = numbered
-        found = [numbered[id(p)][1] for group in groups for p in group["params"]]
-        self._in_order = found == list(range(self._n_rows))
 
-    def rows(
-        self, parameters: Sequence[Tensor], *, grouped: bool = True
-    ) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters that were met, None for all in order; and the number of all rows.
-
-        `grouped`: they stand in the order of their groups.
-        """
-        if grouped and self._in_order and len(parameters) == self._n_rows:
-            return None, self._n_rows
-        return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
+    def rows(self, parameters: Iterable[Tensor]) -> tuple[Sequence[int] | None, int]:
+        """The rows of parameters that were met, None for all in order; and the number of all."""
+        rows = [self._rows[id(parameter)][1] for parameter in parameters]
+        return None if rows == list(range(self._n_rows)) else rows, self._n_rows
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule of a group, None for the wrapper's, bound to its state for the next step."""
@@ -136,17 +121,18 @@ class RuleStates:
             self.locate(groups)
             found, n = self.rows([p for group in groups for p in group["params"]])
             rows = range(n) if found is None else found
-        owners = [owner for owner, rule in (rules or {}).items() if not rule.fixed]
-        states = {**dict.fromkeys(owners, ClipState()), **self._states}
-        saved = {owner: state.state_dict(rows) for owner, state in states.items()}
-        return {**saved, **self.outliers.state_dict(is_whole=bool(rules))}
+        states = {**self._states, **self.outliers.states}
+        if rules is not None:
+            owners = [owner for owner, rule in rules.items() if not rule.fixed]
+            states = {**dict.fromkeys([*owners, *self.outliers.rules()], ClipState()), **states}
+        return {owner: state.state_dict(rows) for owner, state in states.items()}
 
     def copy(self, groups: Groups) -> RuleStates:
         """A copy that meets the copies of groups and parameters in the order of these."""
-        twin = RuleStates(self.outliers.copy())
+        twin = RuleStates(OutlierTest(self.outliers.skip_above))
         twin.steps = self.steps
-        saved = self.state_dict(groups)
-        twin._states = {owner: copy_of(saved[owner]) for owner in self._states}
+        copies = {owner: _copy_of(saved) for owner, saved in self.state_dict(groups).items()}
+        twin._keep(copies)
         return twin
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
@@ -161,12 +147,25 @@ class RuleStates:
                 f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
             )
         present: Mapping[str, Any] = {**rules, **self.outliers.rules()}
-        found = {
-            owner: _loaded(owner, saved, present.get(owner), n_parameters)
-            for owner, saved in states.items()
-        }
-        self.outliers.restore({owner: found.pop(owner) for owner in OWNERS if owner in found})
-        self._states = found
+        self._keep(
+            {
+                owner: _loaded(owner, saved, present.get(owner), n_parameters)
+                for owner, saved in states.items()
+            }
+        )
+
+    def _keep(self, states: dict[str, ClipState]) -> None:
+        """Goes on from other states, of rules and of the test for outliers."""
+        self.outliers.states = {owner: states.pop(owner) for owner in OWNERS if owner in states}
+        self._states = states
+
+
+def _copy_of(saved: dict[str, Any]) -> ClipState:
+    """A copy of a state from its `state_dict`, which no step waits to look at."""
+    state = ClipState()
+    state.load_state_dict(saved)
+    state._is_loaded = False
+    return state
 
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:

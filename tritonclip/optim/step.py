@@ -6,9 +6,10 @@ refused. A step that fails after that is kept: the next one goes on with the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import inf, isfinite
 from typing import Any, NoReturn
@@ -36,6 +37,7 @@ from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     LARGEST,
+    TWO_NORM,
     ClipGroup,
     Grouping,
     NormRequest,
@@ -43,7 +45,6 @@ from tritonclip.optim.clip_groups import (
     hides_nonfinite,
     measure_requests,
     recorded_requests,
-    requests,
 )
 from tritonclip.optim.outliers import Judgement, OutlierTest
 from tritonclip.optim.param_groups import Groups
@@ -59,7 +60,6 @@ from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
 from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.arguments import saved_count
-from tritonclip.rules.rule import Adaptive
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +106,11 @@ class Step:
         refusal: Exception | None,
         processes: Processes | None,
         *,
-        raises_if_nonfinite: Callable[[], bool] | None,
+        overflow: Flag | None,
     ) -> None:
         """Measures all that the step needs, unless it is refused; other processes get the error.
 
-        `refusal` is an error that is known already. `raises_if_nonfinite` says whether
-        `raise_if_nonfinite` comes next where a norm is NaN.
+        `refusal` is an error that is known already. At an `overflow`, NaN and inf raise none.
         """
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
         plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
@@ -122,12 +121,12 @@ class Step:
             or rule.spectral
             or (check_finite and hides_nonfinite(rule.norm_type))
         ):
-            self._measure_all(refusal, processes, raises_if_nonfinite)
+            self._measure_all(refusal, processes, overflow)
             return
         # Nothing refuses the only clip group, and no other norm of it is needed yet.
         (group,) = groups
         if not rule.fixed:
-            rule = self._bound(group)
+            rule = self._bind(group)
         if record is not None:
             record.check(groups)
         if check_finite or self.policy.zeroes or not rule.clamps:
@@ -146,25 +145,13 @@ class Step:
             record.measure(groups, self.grad_scale)
 
     def _measure_all(
-        self,
-        refusal: Exception | None,
-        processes: Processes | None,
-        raises_if_nonfinite: Callable[[], bool] | None,
+        self, refusal: Exception | None, processes: Processes | None, overflow: Flag | None
     ) -> None:
         """As `measure`, of several clip groups or norms, and over processes."""
         groups, record = self.clip_groups, self.record
         recorded = [] if record is None else record.clip_groups
-        refusal = self._checked(refusal, [*groups, *recorded])
-        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
-        has_shared = any(group.has_norm and group.index is None for group in groups)
-        needed = requests(
-            groups,
-            recorded,
-            by_value=self.check_finite or self.policy.zeroes,
-            check_finite=self.check_finite,
-            two_norm=self.states.outliers.skip_above is not None
-            or not (record is None or has_shared),
-        )
+        refusal = self._refuse(refusal, [*groups, *recorded])
+        needed = self._requests(recorded)
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
             self._verify_agreement(needed, error, processes)
@@ -174,7 +161,8 @@ class Step:
                 group.measure_finite_()
         refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
-            if raises_if_nonfinite is not None and raises_if_nonfinite():
+            # Other processes may be in this call, and wait for names of gradients.
+            if self.policy.raises and not self.by_gradient and not overflow:
                 with suppress(RuntimeError):
                     self.raise_if_nonfinite()
             raise refusal
@@ -188,6 +176,35 @@ class Step:
         for group in user_limited:
             group.rule = limited(group.rule)
         self._user_limited = user_limited
+
+    def _requests(self, recorded: Sequence[ClipGroup]) -> list[NormRequest]:
+        """All norms that will be read; then those of clip groups that are only `recorded`."""
+        groups, found = self.clip_groups, []
+        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
+        has_shared = any(group.has_norm and group.index is None for group in groups)
+        reads_two_norm = self.states.outliers.skip_above is not None or not (
+            self.record is None or has_shared
+        )
+        for group in groups:
+            if group.gradients.plan is None:
+                continue
+            rule = group.rule
+            is_measured = self.check_finite or self.policy.zeroes or not rule.clamps
+            if is_measured:
+                found.append(NormRequest(group, rule.norm, of_rule=True))
+                if self.check_finite and hides_nonfinite(rule.norm_type):
+                    found.append(NormRequest(group, LARGEST))
+            if group.by_name:
+                found += recorded_requests(group)
+            elif (
+                reads_two_norm
+                and not group.unclipped
+                and not (is_measured and rule.norm_type == 2.0)
+            ):
+                found.append(NormRequest(group, TWO_NORM))
+        for group in recorded:
+            found += recorded_requests(group)
+        return found
 
     def _verify_agreement(
         self, needed: Sequence[NormRequest], error: Exception | None, processes: Processes | None
@@ -224,7 +241,7 @@ class Step:
         )
         agree(texts, error, domain_of(meshes, None if processes is None else processes.group))
 
-    def _checked(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
+    def _refuse(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
         """The error of gradients that cannot be clipped or recorded; binds rules to states.
 
         If other processes wait for norms, measuring the lists hands them the error. Else it raises.
@@ -235,7 +252,7 @@ class Step:
             refuse(self.clip_groups, self.param_groups)
             for group in self.clip_groups:
                 if not group.rule.fixed:
-                    self._bound(group)
+                    self._bind(group)
             if self.record is not None:
                 self.record.check(self.clip_groups)
         except Exception as error:
@@ -247,11 +264,10 @@ class Step:
             return error
         return None
 
-    def _bound(self, group: ClipGroup) -> Rule:
+    def _bind(self, group: ClipGroup) -> Rule:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
-        each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-        self.states.locate(self.param_groups, each=each)
+        self.states.locate(self.param_groups)
         rows = self._rows_of(group)
         group.bound_rule = self.states.bind(group.index, group.rule, rows)
         group.rule = group.bound_rule
@@ -260,11 +276,9 @@ class Step:
     def _rows_of(self, group: ClipGroup) -> Numbering:
         """Looks up the rows of a clip group's parameters in the present states."""
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
-        states, flat, parameters = self.states, group.flat, group.gradients.sources
-        if parameters is None:
-            assert flat is not None
-            return lambda: states.rows(flat.parameters, grouped=False)
-        return lambda: states.rows(parameters)
+        parameters = group.gradients.sources if group.flat is None else group.flat.parameters
+        assert parameters is not None
+        return partial(self.states.rows, parameters)
 
     def nonfinite(self) -> Flag:
         """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
@@ -287,6 +301,8 @@ class Step:
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
+    @torch.compiler.disable
+    @without_grad
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
         skip = self.nonfinite() if self.policy.skips else False
@@ -349,7 +365,7 @@ class Step:
         parameters = [p for group in self.param_groups for p in group["params"]]
         return not _has_nonzero(p.grad for p in parameters if p.grad is not None)
 
-    def fail(self, error: BaseException) -> bool:
+    def note_failure(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
         is_new = not (self.is_clipped or self._left)
         is_refusal = isinstance(error, TypeError | ValueError)
