@@ -40,6 +40,7 @@ from tritonclip.optim.param_groups import (
     label_of_member,
     not_in_buffers,
     rules_of,
+    unclipped_in,
 )
 from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
@@ -139,11 +140,7 @@ class ClipGroup:
 
 
 class Grouping:
-    """Divides the gradients of an optimizer into clip groups.
-
-    `rule` is for the parameter groups that carry none. `processes`, that the gradients are spread
-    over, is None for DTensors' own.
-    """
+    """Divides the gradients of an optimizer into clip groups. `rule`: of groups without one."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
         self.rule, self.processes = rule, processes
@@ -208,11 +205,7 @@ class Grouping:
                 zero_gradient_(parameter)
 
     def refresh(self) -> Exception | None:
-        """Reads rules and parameters that changed since the last step; an error to be refused with.
-
-        The rules then stay those of the step before. Parameters that are not those of `flat` raise,
-        unless other processes have to get the error.
-        """
+        """Reads rules and parameters that changed; the error of a step that has to be refused."""
         if self._own_rules or any("clip" in group for group in self._optimizer.param_groups):
             try:
                 self.read_rules()
@@ -236,11 +229,7 @@ class Grouping:
         )
 
     def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
-        """The clip groups: that of the optimizer's rule first, then one for each group with a rule.
-
-        If it `covers_all`, the gradients without a rule are a clip group too, the last. `each`: the
-        norm of each gradient may be asked for, also of those in buffers.
-        """
+        """The optimizer's, one for each group with a rule and, if it `covers_all`, the others'."""
         own_rules = self._own_rules
         if self.flat is not None and not own_rules:
             return self._divide_flat(self.flat, covers_all=covers_all, each=each)
@@ -260,16 +249,8 @@ class Grouping:
         if common:
             clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
         if covers_all:
-            n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
-            if n_clipped < sum([len(group["params"]) for group in groups]):
-                unclipped += [
-                    (index, i)
-                    for index, group in enumerate(groups)
-                    if own_rules.get(index, self.rule) is not None
-                    for i, p in enumerate(group["params"])
-                    if not getattr(p, "need_clip", True)
-                ]
-            clip_groups += self._unclipped(unclipped, processes)
+            every = dict.fromkeys(unclipped + unclipped_in(groups))
+            clip_groups += self._unclipped([*every], processes)
         return clip_groups
 
     def _divide_flat(self, flat: FlatGradients, *, covers_all: bool, each: bool) -> list[ClipGroup]:
@@ -393,10 +374,7 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
 def global_norm_of(
     groups: Sequence[ClipGroup], grad_scale: float | Tensor
 ) -> tuple[float | Tensor, torch.dtype]:
-    """The 2-norm before clipping of all gradients that a rule holds for, and its dtype.
-
-    Where the host does not decide, 0-d on the device of the first gradient.
-    """
+    """The 2-norm before clipping of all gradients under a rule, 0-d of a device; and its dtype."""
     clipped = [
         group for group in groups if not group.unclipped and group.gradients.plan is not None
     ]

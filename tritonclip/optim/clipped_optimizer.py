@@ -46,7 +46,7 @@ from tritonclip.optim.param_groups import (
     check_group,
     options_of,
     refuse_differentiable,
-    unclipped,
+    unclipped_in,
 )
 from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates
@@ -503,11 +503,7 @@ class ClippedOptimizer(ScalerSide):
         check_finite: bool = False,
         refusal: Exception | None = None,
     ) -> Step:
-        """Measures a step, unless it is refused; other processes, which may wait, get the error.
-
-        `check_finite`: whether every gradient is finite will be read. `refusal`: an earlier error,
-        raised after other processes got it.
-        """
+        """Measures a step, unless it is refused; other processes, which may wait, get the error."""
         grouping, recorder, policy = self._grouping, self._log.recorder, self._policy
         groups = self.optimizer.param_groups
         device = grouping.device
@@ -625,7 +621,7 @@ class ClippedOptimizer(ScalerSide):
             "max_consecutive_skips": self.max_consecutive_skips,
             "stats": self.stats,
             "flat": self.flat,
-            "unclipped": unclipped(self.optimizer.param_groups),
+            "unclipped": unclipped_in(self.optimizer.param_groups),
             "processes": self._grouping.processes,
         }
 

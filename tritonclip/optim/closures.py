@@ -41,11 +41,10 @@ def step_evaluating(
     log: StepLog,
     first: tuple[Any, Step] | None = None,
 ) -> tuple[Any, bool]:
-    """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
+    """Clips after each evaluation; the result of the step, and whether it was taken, not undone.
 
-    `first`, loss and gradients of an evaluation that was checked while nothing had changed, takes
-    the place of the first one; the step then ends where a later one is not finite. Returns the
-    result of the optimizer's step, and whether it was taken; if not, it is undone.
+    `first`, loss and step of an evaluation that was checked while nothing had changed, takes the
+    place of the first one. The step then ends where a later one is not finite.
     """
     counted: Step | None = None
     losses: list[Any] = []
@@ -144,11 +143,7 @@ def _watch(groups: Groups) -> Callable[[], bool]:
 
 
 def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
-    """The loss, or None of a closure that leaves gradients alone, as trainers pass.
-
-    A closure that computes gradients and returns None, or that gives LBFGS None, is refused by
-    `measure`: other processes, which have evaluated theirs, may wait for norms.
-    """
+    """The loss; None of a closure that leaves gradients alone. Any other None is refused."""
     groups = inner.param_groups
     before = [
         (ref(p.grad), version_of(p.grad))
@@ -161,6 +156,7 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     if loss is None:
         there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        # By `measure`: other processes, which have evaluated theirs, may wait for norms.
         if any(there.get(id(grad)) != version_of(grad) for grad in grads):
             measure(refusal=TypeError(_NO_LOSS))
         elif isinstance(inner, LBFGS):

@@ -146,11 +146,7 @@ class OutlierTest:
         *,
         earlier: Judgement | None = None,
     ) -> Judgement:
-        """Whether a norm is an outlier, by those before, or the loss.
-
-        Waits for nothing, but for a loss on another device than the norm. `dtype` is that of a
-        number before it was one; `earlier`, of the same step, has a loss that is not sent again.
-        """
+        """Whether a norm, of this dtype, or the loss, also of an `earlier` one, is an outlier."""
         above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):
@@ -159,6 +155,7 @@ class OutlierTest:
                 above = c_float(above).value
             return Judgement(norm, None, norm > above, ())
         flag, test = self._test(OUTLIERS, above, norm)
+        # That of the same step was sent already.
         mean = None if earlier is None else earlier.loss
         if earlier is None and self.loss is not None:
             mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)

@@ -47,10 +47,7 @@ def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
 
 
 def check_group(number: int, group: Mapping[str, Any], options: Container[str]) -> None:
-    """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
-
-    Also one that `refuse_differentiable` refuses. `options` are keys that mean something else.
-    """
+    """Refuses a group whose `clip` is no rule, or a key like it that is not in `options`."""
     if "clip" in options:
         raise ValueError(
             "the optimizer has an option 'clip' of its own, the key under which a group's rule is "
@@ -97,7 +94,7 @@ def label_of_member(groups: Groups, index: int, position: int) -> str:
     return f"param_groups[{index}]['params'][{position}]"
 
 
-def unclipped(groups: Groups) -> list[tuple[int, int]]:
+def unclipped_in(groups: Groups) -> list[tuple[int, int]]:
     """The parameters that have `need_clip = False`: (group, position)."""
     return [
         (number, position)
@@ -110,10 +107,7 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
 def not_in_buffers(
     flat: FlatGradients | None, groups: Groups, processes: Processes | None = None
 ) -> list[tuple[int, int]]:
-    """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
-
-    Refuses an optimizer that lacks a parameter of the buffers, or has another one to clip.
-    """
+    """The (group, position) of parameters not in the buffers; refuses buffers of others."""
     if flat is None:
         return []
     if not isinstance(flat, FlatGradients):

@@ -66,10 +66,7 @@ def policy_of(nonfinite: object) -> Policy:
 
 
 def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
-    """Refuses gradients that their rules have no meaning for, or that were refused when collected.
-
-    Also a gradient in two clip groups, and a rule that excludes parameters of no group.
-    """
+    """Refuses gradients that a rule cannot clip or two rules share, and a rule of another model."""
     for group in groups:
         if group.gradients.error is not None:
             raise group.gradients.error
@@ -122,10 +119,7 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
 
 
 def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_groups: Groups) -> str:
-    """Names the finite gradients next to those that are not, which bracket a layer; or "".
-
-    `found` has gradient lists, and for each gradient whether it is finite.
-    """
+    """Names the finite gradients next to those that are not, which bracket a layer; or ""."""
     places: dict[str, int] = {}
     for index, group in enumerate(param_groups):
         for position in range(len(group["params"])):

@@ -13,12 +13,10 @@ from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 
 
 class RuleStates:
-    """The states of the rules of an optimizer.
+    """The states of the rules of an optimizer; `steps` counts calls of its `step`.
 
     A state follows its group, and a history its parameter, wherever they stand. Their positions
-    count in checkpoints and in copies only. Parameters that were met are kept alive, also where no
-    group has them any more, as `optimizer.state` keeps them. `steps` counts calls of the wrapper's
-    `step`, which functions of the step are given.
+    count in checkpoints and in copies only.
     """
 
     def __init__(self, outliers: OutlierTest) -> None:
@@ -28,7 +26,7 @@ class RuleStates:
         # As they stood when they were met last; None for never.
         self._groups: list[Mapping[str, Any]] | None = None
         self._ids: list[list[int]] = []
-        # By id: a parameter, and the row of its history in every state.
+        # By id: a parameter, which stays alive, and the row of its history in every state.
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._n_rows = 0
 
@@ -39,10 +37,7 @@ class RuleStates:
             self.locate(groups)
 
     def locate(self, groups: Groups) -> None:
-        """Finds groups and parameters where they stand now.
-
-        A new parameter in the place of one that no group holds any more takes over its history.
-        """
+        """Finds groups and parameters where they stand now; new ones may replace those before."""
         ids = [list(map(id, group["params"])) for group in groups]
         if ids == self._ids and self._groups is not None and are_same(self._groups, groups):
             return
@@ -136,11 +131,7 @@ class RuleStates:
         return twin
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
-        """Takes the result of `state_dict`; the rules are those of the program, by owner.
-
-        ValueError for norms that were remembered for another rule, or for more parameters, and for
-        any other damage.
-        """
+        """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
         if not isinstance(states, dict):
             raise ValueError(
                 "memory of a saved state must be a dict with the states of rules, got "

@@ -209,10 +209,7 @@ class Step:
     def _verify_agreement(
         self, needed: Sequence[NormRequest], error: Exception | None, processes: Processes | None
     ) -> None:
-        """Raises on every process where they differ in a step that they share, or one has an error.
-
-        `needed` are all norms of the step, and `error` is this process's.
-        """
+        """Raises on every process where they differ in the step, or where one has an error."""
         meshes = meshes_of(p for group in self.param_groups for p in group["params"])
         if not meshes and processes is None:
             return
@@ -242,10 +239,7 @@ class Step:
         agree(texts, error, domain_of(meshes, None if processes is None else processes.group))
 
     def _refuse(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
-        """The error of gradients that cannot be clipped or recorded; binds rules to states.
-
-        If other processes wait for norms, measuring the lists hands them the error. Else it raises.
-        """
+        """Refuses a step; returns the error where `lists` raise it in every process."""
         try:
             if refusal is not None:
                 raise refusal
@@ -281,11 +275,7 @@ class Step:
         return partial(self.states.rows, parameters)
 
     def nonfinite(self) -> Flag:
-        """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
-
-        Where the host does not decide, 0-d bool on the device of the first gradient, for which
-        nothing waits.
-        """
+        """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
         flags = []
         for group in self.clip_groups:
             for norms in (group.norms, group.others.get(LARGEST)):
@@ -390,10 +380,7 @@ class Step:
             )
 
     def resumes(self, present: Iterable[Tensor]) -> bool:
-        """Whether the gradients are those that the failed step left, so that none is written again.
-
-        RuntimeError where some are, and would be divided or clipped twice, or not at all.
-        """
+        """Whether the failed step left these gradients; RuntimeError where only some of them."""
         here = set(map(id, present))
         same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
         whole = self.is_clipped
@@ -407,10 +394,7 @@ class Step:
         )
 
     def refuse_other_scale(self, grad_scale: Tensor | float | None, *, scaler: bool) -> None:
-        """RuntimeError where the next step, which goes on, is given another loss scale.
-
-        The step of a GradScaler (`scaler`) has no scale where it has unscaled.
-        """
+        """RuntimeError where the next step, which goes on, is given another loss scale."""
         if scaler and grad_scale is None and self.is_scaled:
             raise RuntimeError(
                 "the step before ended after it divided these gradients by the loss scale, and "
@@ -463,15 +447,7 @@ def _has_nonzero(tensors: Iterable[Tensor]) -> bool:
 
 
 class StepLog:
-    """Counts and remembers the steps of a wrapper, taken and left out.
-
-    Attributes:
-        states: of rules, and of the test for outliers.
-        watch: looks at the number of steps skipped in a row.
-        errors: leaves steps out until the error of the first is raised.
-        recorder: takes every step; None for none.
-        names: of the parameters, for the recorder.
-    """
+    """Counts and remembers the steps of a wrapper, taken and left out."""
 
     def __init__(self, grouping: Grouping, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = ClipStats(grouping.device), states, watch
@@ -536,11 +512,7 @@ class StepLog:
         return saved
 
     def loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
-        """Loads a checkpoint into new objects; this log stays as it is until `restore`.
-
-        Returns statistics, states, and the recorder's state or None. ValueError for norms that were
-        remembered for another rule, and for anything but the result of `state_dict`.
-        """
+        """New statistics, states and recorder's state of a checkpoint, for `restore`."""
         if not isinstance(part, dict):
             raise ValueError(
                 "the part of the ClippedOptimizer in a saved state must be a dict, got "

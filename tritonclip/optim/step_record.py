@@ -63,10 +63,7 @@ _NOTHING = (0.0, 0.0, 1.0)
 
 
 def _add_columns_(columns: Sequence[_Column], group: ClipGroup, names: Sequence[str]) -> None:
-    """Adds norms of a clip group's gradients by name, and statistics if a recorder takes them.
-
-    `_NOTHING` where there is no gradient; none for one that is an earlier one again.
-    """
+    """Adds norms of a clip group by name, and statistics; `_NOTHING` where there is no gradient."""
     positions = group.gradients.positions()
     if positions is not None:
         for name, p in zip(names, _parameters_in(group), strict=True):
@@ -96,15 +93,7 @@ def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
 
 
 class StepRecord:
-    """The norms of a step for its recorder, before clipping; refused before anything is written.
-
-    `names` are kept from step to step.
-
-    Attributes:
-        refusal: the error of gradients without norms by name, if other processes have to get it.
-        clip_groups: to be measured with those of the step: the norm of each parameter, where other
-            processes have shards of it.
-    """
+    """The norms of a step for its recorder, before clipping; refused before anything is written."""
 
     def __init__(
         self,
@@ -113,7 +102,9 @@ class StepRecord:
         grouping: Grouping,
         names: ParameterNames,
     ) -> None:
+        # For gradients without norms by name, if other processes have to get it.
         self.refusal: Exception | None = None
+        # To be measured with those of the step, where other processes have shards.
         self.clip_groups: list[ClipGroup] = []
         self._recorder = recorder
         # Clip groups whose reading gives the norm of each gradient, and names of their parameters.

@@ -44,10 +44,7 @@ def sent(number: Tensor) -> Callable[[], int]:
 
 
 class SkipWatch:
-    """Looks at the number of steps skipped in a row; at an accelerator's some steps later.
-
-    At `most` steps it raises RuntimeError; with None it warns at 100.
-    """
+    """Raises at `most` steps skipped in a row, or warns at 100; on accelerators, later."""
 
     def __init__(self, most: object = None) -> None:
         self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
@@ -67,11 +64,7 @@ class SkipWatch:
         self._arriving.clear()
 
     def look(self, in_a_row: Tensor, *, synced: bool) -> None:
-        """Raises or warns where too many steps were skipped in a row.
-
-        Where this step has waited for the device (`synced`), the number is read; else an
-        accelerator's number of `DELAY_STEPS` steps before.
-        """
+        """Raises or warns at too many skips in a row; at once where this step was `synced`."""
         n = int(in_a_row) if synced else self._read(in_a_row)
         if self.most is not None and n >= self.most:
             self.forget()
@@ -101,10 +94,7 @@ class SkipWatch:
 
 
 class WatchedStep:
-    """A step that the device leaves out if it, or one before it, is not finite.
-
-    `step` is the number of calls before it. Of the gradients it keeps which are finite.
-    """
+    """A step, after so many, that the device leaves out where it or one before is not finite."""
 
     def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
         self.step, self.read = step, sent(flag)
@@ -115,10 +105,7 @@ class WatchedStep:
         ]
 
     def error(self, n_after: int, param_groups: Groups) -> RuntimeError:
-        """The error that names its gradients with NaN or inf; other processes call this, too.
-
-        `n_after` is the number of steps after it that were left out.
-        """
+        """Names its gradients with NaN or inf; other processes call this, too."""
         found = [(gradients, finite.tolist()) for gradients, finite in self._lists]
         culprits = [
             gradients.culprits([i for i, is_finite in enumerate(finite) if not is_finite])
@@ -140,11 +127,7 @@ class WatchedStep:
 
 
 class ErrorWatch:
-    """Has the device leave out all steps from the first that is not finite, until the host knows.
-
-    A step is judged, and enters by `add`: one that is interrupted leaves no trace. `arriving` has
-    the last steps, whose flags are not read yet.
-    """
+    """Has the device leave out all steps from the first that is not finite, until it has raised."""
 
     def __init__(self) -> None:
         # Whether the last step was left out.
@@ -152,10 +135,7 @@ class ErrorWatch:
         self.arriving: deque[WatchedStep] = deque()
 
     def judge(self, nonfinite: Tensor, left_out: Flag) -> Flag:
-        """Whether to leave out a step until its error, or an earlier one, is raised.
-
-        A step that is `left_out` for another reason is no error.
-        """
+        """Whether a step is left out for its error or one before; none is `left_out` twice."""
         if is_captured(nonfinite.device):
             raise RuntimeError(
                 "nonfinite='async_error' raises from a later step, which the replays of a CUDA "

@@ -128,10 +128,7 @@ class OptimizerProxy(Optimizer):
 
 
 class StepGuard:
-    """A step pre-hook of a wrapped optimizer, which knows its one wrapper while that is alive.
-
-    `open`: the wrapper is in its step.
-    """
+    """A step pre-hook of a wrapped optimizer; `open` while its wrapper is in a step."""
 
     def __init__(self, wrapper: Optimizer) -> None:
         self.open = False
