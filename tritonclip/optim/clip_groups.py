@@ -283,10 +283,7 @@ class Grouping:
     def _collect(self, indices: Sequence[int], processes: Processes | None) -> Gradients:
         """The gradients of whole parameter groups, less those that need no clipping."""
         groups = self._optimizer.param_groups
-        if len(indices) == 1:
-            parameters = groups[indices[0]]["params"]
-        else:
-            parameters = [p for index in indices for p in groups[index]["params"]]
+        parameters = [p for index in indices for p in groups[index]["params"]]
 
         def label_of(position: int) -> str:
             for index in indices:

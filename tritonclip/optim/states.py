@@ -123,11 +123,10 @@ class RuleStates:
         return {owner: state.state_dict(rows) for owner, state in states.items()}
 
     def copy(self, groups: Groups) -> RuleStates:
-        """A copy that meets the copies of groups and parameters in the order of these."""
+        """A copy, at step 0, for copies of groups and parameters in the order of these."""
         twin = RuleStates(OutlierTest(self.outliers.skip_above))
-        twin.steps = self.steps
-        copies = {owner: _copy_of(saved) for owner, saved in self.state_dict(groups).items()}
-        twin._keep(copies)
+        saved = self.state_dict(groups)
+        twin._keep({owner: _copy_of(state) for owner, state in saved.items()})
         return twin
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
