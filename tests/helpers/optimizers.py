@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -46,6 +49,20 @@ EVERY = pytest.mark.parametrize(
 ONE_OF_EACH = pytest.mark.parametrize(
     ("name", "options"),
     [pytest.param(name, OPTIONS.get(name, [{}])[0], id=name) for name in CLASSES],
+)
+
+
+def torch_saved(saved, *, weights_only=False):
+    """What torch.load makes of the file of torch.save."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
+
+
+COPIED = pytest.mark.parametrize(
+    "copied",
+    [deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), torch_saved],
+    ids=["deepcopy", "pickle", "torch.save"],
 )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import tritonclip
-from helpers.cases import copies, grad_of, normal
+from helpers.cases import assert_bits, copies, grad_of, normal
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 Make = Callable[[Any], Optimizer]
@@ -122,9 +124,74 @@ def give_grads(
     return grads_of(params)
 
 
+def step_on(
+    params: Iterable[Tensor], optimizer: Optimizer, seed: int = 0, **options: Any
+) -> list[Tensor]:
+    """Takes a step on new gradients, and returns copies of what they were."""
+    grads = give_grads(params, seed, **options)
+    optimizer.step()
+    return grads
+
+
+def interrupted_step(
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: ClippedOptimizer,
+    target: object = None,
+    name: str = "step",
+) -> None:
+    """Begins a step that Ctrl-C ends at a call of the target, or before the update."""
+    with monkeypatch.context() as patch:
+        patch.setattr(target or optimizer.optimizer, name, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+
+
+def closure_of(params: list[Tensor], optimizer: ClippedOptimizer, factors: list[float]) -> Any:
+    """Its gradients are those of a distance, times each factor in turn."""
+    left = iter(factors)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([((param - 1) ** 2).sum() for param in params]).sum()
+        (loss * next(left)).backward()
+        return loss
+
+    return closure
+
+
+@contextmanager
+def unchanged(
+    params: Sequence[Tensor], optimizer: Optimizer | None = None, *, grads: bool = False
+) -> Iterator[None]:
+    """Parameters, the state of an optimizer that has begun, and, if asked, gradients stay."""
+
+    def values() -> list[Tensor]:
+        state = [] if optimizer is None else state_of(optimizer, params)
+        return [*copies(params), *state, *(grads_of(params) if grads else ())]
+
+    before = values()
+    try:
+        yield
+    finally:
+        assert_bits(values(), before)
+
+
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
     """Copies of the gradients."""
     return copies(grad_of(param) for param in params)
+
+
+def count_readings(monkeypatch: pytest.MonkeyPatch, verbs: type[Any]) -> list[object]:
+    """The batches that were measured from now on, once for each time."""
+    readings: list[object] = []
+    real = verbs.norm
+
+    def counted(batch: Any, *arguments: Any, **options: Any) -> Any:
+        readings.append(batch)
+        return real(batch, *arguments, **options)
+
+    monkeypatch.setattr(verbs, "norm", counted)
+    return readings
 
 
 def train(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -21,17 +20,16 @@ from helpers.cases import NoHostRead, assert_bits, copies, grad_of, no_sync
 from helpers.serving import decided_on_device
 from helpers.training import (
     INNERS,
-    RULES,
     RULES_OF_EVERY_TYPE,
-    SCALERS,
     give_grads,
-    grads_of,
+    interrupted_step,
     new_params,
     sgd,
     state_of,
+    step_on,
+    unchanged,
 )
 from tritonclip import (
-    ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
@@ -58,6 +56,13 @@ def wrapped(make: Any, rule: Any = 1.0, device: Any = "cpu", **options: Any) -> 
     return params, ClippedOptimizer(inner, rule, nonfinite="async_error", **options)
 
 
+@pytest.fixture
+def late() -> Iterator[Any]:
+    """Parameters and a fused optimizer, whose steps the device decides."""
+    with decided_on_device():
+        yield wrapped(FUSED)
+
+
 def own_state(optimizer: ClippedOptimizer) -> list[Tensor]:
     """Statistics, calls, and the states of rules, as a checkpoint has them."""
     own = optimizer.state_dict()["tritonclip"]
@@ -65,11 +70,11 @@ def own_state(optimizer: ClippedOptimizer) -> list[Tensor]:
     return [*own.values(), *(torch.tensor(values) for values in states if values is not None)]
 
 
-def count_before_error(step: Callable[[], Any], message: str) -> int:
+def count_before_error(step: Callable[[int], Any], message: str) -> int:
     """Takes steps until one raises; returns how many did not."""
     for n in range(3 * DELAY_STEPS):
         try:
-            step()
+            step(n)
         except RuntimeError as error:
             if not re.search(message, str(error)):
                 raise
@@ -79,13 +84,7 @@ def count_before_error(step: Callable[[], Any], message: str) -> int:
 
 def steps_until_error(params: Any, optimizer: Any, message: str) -> int:
     """As `count_before_error`, of steps with finite gradients."""
-    seeds = count(50)
-
-    def step() -> None:
-        give_grads(params, next(seeds))
-        optimizer.step()
-
-    return count_before_error(step, message)
+    return count_before_error(lambda n: step_on(params, optimizer, 50 + n), message)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -94,15 +93,11 @@ def steps_until_error(params: Any, optimizer: Any, message: str) -> int:
 @pytest.mark.covering(2)
 def test_async_error_on_a_cpu_raises_at_once(make, rule, value):
     params, optimizer = wrapped(make, rule)
-    give_grads(params, 1)
-    optimizer.step()
-    before, state = copies(params), state_of(optimizer, params)
-    grads = give_grads(params, 2, bad=value)
-    with pytest.raises(RuntimeError, match=r"beta.*: alpha before them, gamma after them"):
+    step_on(params, optimizer, 1)
+    give_grads(params, 2, bad=value)
+    message = r"beta.*: alpha before them, gamma after them"
+    with pytest.raises(RuntimeError, match=message), unchanged(params, optimizer, grads=True):
         optimizer.step()
-    assert_bits(params, before)
-    assert_bits(grads_of(params), grads)
-    assert_bits(state_of(optimizer, params), state)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -123,16 +118,13 @@ def test_async_error_of_a_device_leaves_everything_as_before_the_step(make, rule
     twins, other = wrapped(make, rule, skip_above=Outlier(100.0, 4))
     for seed in range(3):
         for own, its in ((params, optimizer), (twins, other)):
-            give_grads(own, seed)
-            its.step()
+            step_on(own, its, seed)
     before, state, own = copies(params), state_of(optimizer, params), own_state(optimizer)
     grad_of(params[1]).view(-1)[-1] = value
-    if math.isnan(value):
-        optimizer.step()
-    else:
+    if not math.isnan(value):
         # It would be an outlier, which is skipped.
         optimizer.skip_above = None
-        optimizer.step()
+    optimizer.step()
     message = "Step 3, counted from 0, has non-finite gradients: beta; .*: alpha before them, gamm"
     assert steps_until_error(params, optimizer, message) == DELAY_STEPS - 1
     assert_bits(params, before)
@@ -141,12 +133,10 @@ def test_async_error_of_a_device_leaves_everything_as_before_the_step(make, rule
         assert_bits(own_state(optimizer), own)
     for seed in range(3, 6):
         for own, its in ((params, optimizer), (twins, other)):
-            give_grads(own, seed)
-            its.step()
+            step_on(own, its, seed)
     assert_bits(params, copies(twins))
 
 
-@pytest.mark.parametrize("rule", RULES)
 def test_async_error_names_gradients_of_any_size(backend, rule):
     """By partial norms of any backend: of no element, of one chunk, and of more."""
     sizes = (0, 1, 16384, 16385, 5, 40000)
@@ -170,11 +160,10 @@ def test_async_error_names_gradients_of_any_size(backend, rule):
 def test_async_error_waits_for_a_device_where_the_optimizer_is_not_told(make):
     with decided_on_device():
         params, optimizer = wrapped(make)
-        before = copies(params)
         give_grads(params, bad=math.nan)
-        with pytest.raises(RuntimeError, match=r"beta.*alpha before"):
+        error = pytest.raises(RuntimeError, match=r"beta.*alpha before")
+        with error, unchanged(params, optimizer):
             optimizer.step()
-    assert_bits(params, before)
 
 
 def test_async_error_that_is_held_comes_before_a_step_that_waits():
@@ -185,50 +174,43 @@ def test_async_error_that_is_held_comes_before_a_step_that_waits():
         optimizer.step()
         give_grads(params[:2], bad=math.nan)
         optimizer.step()
-        before = copies(params)
         give_grads(params)
-        with pytest.raises(RuntimeError, match=r"Step 1, .*: beta"):
+        error = pytest.raises(RuntimeError, match=r"Step 1, .*: beta")
+        with error, unchanged(params, optimizer):
             optimizer.step()
-    assert_bits(params, before)
 
 
-@pytest.mark.parametrize("rule", RULES)
 def test_async_error_waits_for_no_device_where_the_optimizer_is_fused(rule, monkeypatch):
     monkeypatch.setattr(choose, "host_decides", lambda device: False)
     params, optimizer = wrapped(FUSED, rule)
     monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
     with tritonclip.use_backend("torch"):
         # The first step rounds bounds on the host.
-        give_grads(params, 0)
-        optimizer.step()
+        step_on(params, optimizer, 0)
         with NoHostRead():
             for step in range(1, DELAY_STEPS):
-                give_grads(params, step, bad=math.nan if step == 2 else None)
-                optimizer.step()
+                step_on(params, optimizer, step, bad=math.nan if step == 2 else None)
 
 
-def test_async_error_keeps_no_gradient_alive():
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        give_grads(params)
-        grads = [ref(param.grad) for param in params]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert [grad() for grad in grads] == [None] * 3
+def test_async_error_keeps_no_gradient_alive(late):
+    params, optimizer = late
+    give_grads(params)
+    grads = [ref(param.grad) for param in params]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * 3
 
 
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_async_error_is_no_overflow_of_a_scaler(scaler):
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        scale = scaler("cpu", init_scale=2.0)
-        for seed in range(2 * DELAY_STEPS):
-            scale.scale(torch.ones(()))
-            give_grads(params, seed, bad=math.inf if seed == 1 else None)
-            scale.step(optimizer)
-            scale.update()
-        optimizer.synchronize()
-        assert scale.get_scale() == 1.0
+def test_async_error_is_no_overflow_of_a_scaler(late, scaler_type):
+    params, optimizer = late
+    scale = scaler_type("cpu", init_scale=2.0)
+    for seed in range(2 * DELAY_STEPS):
+        scale.scale(torch.ones(()))
+        give_grads(params, seed, bad=math.inf if seed == 1 else None)
+        scale.step(optimizer)
+        scale.update()
+    optimizer.synchronize()
+    assert scale.get_scale() == 1.0
     assert optimizer.stats.summary()["steps"] == 2 * DELAY_STEPS - 1
 
 
@@ -236,36 +218,25 @@ def test_async_error_is_no_step_that_is_skipped_as_an_outlier():
     """inf is above every bound, NaN above none."""
     with decided_on_device():
         params, optimizer = wrapped(FUSED, skip_above=1e30)
-        give_grads(params, bad=math.inf)
-        optimizer.step()
+        step_on(params, optimizer, bad=math.inf)
         optimizer.synchronize()
         # A step that is left out until the error is raised is no skip either.
         for value in (math.nan, math.inf):
-            give_grads(params, bad=value)
-            optimizer.step()
+            step_on(params, optimizer, bad=value)
         with pytest.raises(RuntimeError, match="Step 1, "):
             optimizer.synchronize()
     assert int(optimizer.stats.skipped_steps) == 1
 
 
-def test_async_error_of_an_interrupted_step_that_is_repeated_counts_once(monkeypatch):
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        give_grads(params, bad=math.nan)
-
-        def interrupted() -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer.optimizer, "step", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        optimizer.step()
-        give_grads(params)
-        optimizer.step()
-        message = r"Step 0, .* The updates of this step and of the step after it were left out"
-        with pytest.raises(RuntimeError, match=message):
-            optimizer.synchronize()
+def test_async_error_of_an_interrupted_step_that_is_repeated_counts_once(late, monkeypatch):
+    params, optimizer = late
+    give_grads(params, bad=math.nan)
+    interrupted_step(monkeypatch, optimizer)
+    optimizer.step()
+    step_on(params, optimizer)
+    message = r"Step 0, .* The updates of this step and of the step after it were left out"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.synchronize()
 
 
 def test_async_error_says_that_a_norm_does_not_fit():
@@ -283,13 +254,10 @@ def test_checkpoint_before_an_async_error_has_the_state_before_the_step(how):
     with decided_on_device():
         params, optimizer = wrapped(FUSED, ClipByQuantile(0.5, 4))
         for seed in range(2):
-            give_grads(params, seed)
-            optimizer.step()
+            step_on(params, optimizer, seed)
         before, state, own = copies(params), state_of(optimizer, params), own_state(optimizer)
-        give_grads(params, bad=math.nan)
-        optimizer.step()
-        give_grads(params, 3)
-        optimizer.step()
+        step_on(params, optimizer, bad=math.nan)
+        step_on(params, optimizer, 3)
         if how == "deep copy":
             twins, twin = copy.deepcopy((params, optimizer))
         else:
@@ -298,44 +266,37 @@ def test_checkpoint_before_an_async_error_has_the_state_before_the_step(how):
         assert_bits(params, before)
         assert_bits(state_of(twin, twins), state)
         assert_bits(own_state(twin), own)
-        give_grads(twins, 4)
-        twin.step()
+        step_on(twins, twin, 4)
         twin.synchronize()
         # The run that was saved still raises.
         assert steps_until_error(params, optimizer, "Step 2, ") == DELAY_STEPS - 2
 
 
-def test_loading_a_checkpoint_forgets_an_async_error():
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        give_grads(params)
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        give_grads(params, bad=math.nan)
-        optimizer.step()
-        optimizer.load_state_dict(saved)
-        give_grads(params)
-        optimizer.step()
-        optimizer.synchronize()
+def test_loading_a_checkpoint_forgets_an_async_error(late):
+    params, optimizer = late
+    step_on(params, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    step_on(params, optimizer, bad=math.nan)
+    optimizer.load_state_dict(saved)
+    step_on(params, optimizer)
+    optimizer.synchronize()
     assert int(optimizer.stats.steps) == 2
 
 
-def test_another_policy_raises_an_async_error_first():
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        give_grads(params, bad=math.nan)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="Step 0, "):
-            optimizer.nonfinite = "propagate"
-        assert optimizer.nonfinite == "async_error"
+def test_another_policy_raises_an_async_error_first(late):
+    params, optimizer = late
+    step_on(params, optimizer, bad=math.nan)
+    with pytest.raises(RuntimeError, match="Step 0, "):
         optimizer.nonfinite = "propagate"
+    assert optimizer.nonfinite == "async_error"
+    optimizer.nonfinite = "propagate"
 
 
 @pytest.mark.parametrize("make", [ON_DEVICE[0], BY_ID["AdamW-fused"], BY_ID["SGD-plain"]])
 def test_async_error_of_a_closure(make):
     """Later where a fused optimizer is told, else at once, as "error"."""
     params, optimizer = wrapped(make)
-    before, evaluations = copies(params), count()
+    evaluations = count()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -344,7 +305,8 @@ def test_async_error_of_a_closure(make):
         grad_of(params[2]).fill_(1.0 if next(evaluations) else math.nan)
         return loss
 
-    n = count_before_error(partial(optimizer.step, closure), "gamma.*beta before")
+    before = copies(params)
+    n = count_before_error(lambda _: optimizer.step(closure), "gamma.*beta before")
     assert n == (DELAY_STEPS if make.on_device else 0)
     assert_bits(params, before)
 
@@ -384,21 +346,18 @@ def test_async_error_names_gradients_of_buffers():
             optimizer.synchronize()
 
 
-@pytest.mark.parametrize("rule", RULES)
 def test_async_error_beside_a_recorder_of_each_norm(backend, rule, tmp_path):
     """Which takes the norms from the same reading."""
     with decided_on_device(), tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         params, optimizer = wrapped(FUSED, rule, backend.device, recorder=recorder)
         for bad in (None, math.nan):
-            give_grads(params, bad=bad)
-            optimizer.step()
+            step_on(params, optimizer, bad=bad)
         with pytest.raises(RuntimeError, match=r"Step 1, .*: beta; .*: alpha before"):
             optimizer.synchronize()
 
 
 def test_async_error_says_nothing_of_finite_ones_where_there_are_none():
-    params = new_params()
-    optimizer = ClippedOptimizer(sgd(params), 1.0, nonfinite="async_error")
+    params, optimizer = wrapped(sgd)
     for param in params:
         param.grad = torch.full_like(param, math.nan)
     with pytest.raises(RuntimeError) as caught:
@@ -406,50 +365,42 @@ def test_async_error_says_nothing_of_finite_ones_where_there_are_none():
     assert "nearest" not in str(caught.value)
 
 
-def test_async_error_of_finite_steps_changes_nothing():
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        twins = new_params()
-        plain = ClippedOptimizer(FUSED(twins), 1.0)
-        for seed in range(2 * DELAY_STEPS):
-            give_grads(params, seed)
-            give_grads(twins, seed)
-            optimizer.step()
-            plain.step()
-        optimizer.synchronize()
+def test_async_error_of_finite_steps_changes_nothing(late):
+    params, optimizer = late
+    twins = new_params()
+    plain = ClippedOptimizer(FUSED(twins), 1.0)
+    for seed in range(2 * DELAY_STEPS):
+        for own, its in ((params, optimizer), (twins, plain)):
+            step_on(own, its, seed)
+    optimizer.synchronize()
     assert_bits(params, copies(twins))
     assert optimizer.stats.summary() == plain.stats.summary()
 
 
-@pytest.mark.parametrize("rule", RULES)
 def test_async_error_of_a_gpu_does_not_sync(cuda_backend, rule):
     params, optimizer = wrapped(lambda p: AdamW(p, fused=True), rule, "cuda")
-    give_grads(params, 1)
-    optimizer.step()
-    before = copies(params)
+    step_on(params, optimizer, 1)
     give_grads(params, 2, bad=math.nan)
-    with no_sync():
-        optimizer.step()
-    assert steps_until_error(params, optimizer, "Step 1, .*: beta.*alpha before") == DELAY_STEPS - 1
-    assert_bits(params, before)
-
-
-def test_async_error_refuses_a_step_that_is_captured(monkeypatch):
-    """And has changed nothing."""
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        before, grads = copies(params), give_grads(params)
-        monkeypatch.setattr(watches, "is_captured", lambda device: True)
-        with pytest.raises(RuntimeError, match="while a graph is captured"):
+    with unchanged(params, optimizer):
+        with no_sync():
             optimizer.step()
-    assert_bits(params, before)
-    assert_bits(grads_of(params), grads)
+        n = steps_until_error(params, optimizer, "Step 1, .*: beta.*alpha before")
+    assert n == DELAY_STEPS - 1
+
+
+def test_async_error_refuses_a_step_that_is_captured(late, monkeypatch):
+    """And has changed nothing."""
+    params, optimizer = late
+    give_grads(params)
+    monkeypatch.setattr(watches, "is_captured", lambda device: True)
+    error = pytest.raises(RuntimeError, match="while a graph is captured")
+    with error, unchanged(params, optimizer, grads=True):
+        optimizer.step()
 
 
 def test_async_error_refuses_a_cuda_graph(cuda_backend):
     params, optimizer = wrapped(lambda p: AdamW(p, fused=True, capturable=True), 1.0, "cuda")
-    give_grads(params)
-    optimizer.step()
+    step_on(params, optimizer)
     message = "while a graph is captured"
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
@@ -468,45 +419,27 @@ def test_async_error_shows_global_norms_that_chunks_give(backend):
     for policy in ("propagate", "async_error"):
         with decided_on_device():
             param = torch.nn.Parameter(torch.zeros(40001, device=backend.device))
-            optimizer = ClippedOptimizer(
-                AdamW([param], fused=True),
-                ClipByGlobalNorm(1.0),
-                nonfinite=policy,
-            )
+            optimizer = ClippedOptimizer(AdamW([param], fused=True), 1.0, nonfinite=policy)
             param.grad = torch.linspace(-1, 1, 40001, device=backend.device)
             optimizer.step()
             norms.append(optimizer.stats.last_norm)
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
 
 
-def test_async_error_is_raised_where_the_recorder_of_its_step_failed(monkeypatch):
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        give_grads(params, 0)
-        optimizer.step()
-        before = copies(params)
-        give_grads(params, 1, bad=math.nan)
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer.stats, "record_", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        give_grads(params, 2)
-        optimizer.step()
+def test_async_error_is_raised_where_the_recorder_of_its_step_failed(late, monkeypatch):
+    params, optimizer = late
+    step_on(params, optimizer, 0)
+    give_grads(params, 1, bad=math.nan)
+    with unchanged(params, optimizer):
+        interrupted_step(monkeypatch, optimizer, optimizer.stats, "record_")
+        step_on(params, optimizer, 2)
         with pytest.raises(RuntimeError, match=r"^Step 1, counted from 0"):
             optimizer.synchronize()
-        assert_bits(params, before)
 
 
-def interrupted(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_async_error_counts_the_steps_after_it_alone():
-    """Not those before it."""
-    with decided_on_device():
-        params, optimizer = wrapped(FUSED)
-        for bad in (None, None, math.nan, None):
-            give_grads(params, bad=bad)
-            optimizer.step()
-        with pytest.raises(RuntimeError, match=r"Step 2, .* of this step and of the step after it"):
-            optimizer.synchronize()
+def test_async_error_counts_the_steps_after_it_alone(late):
+    params, optimizer = late
+    for bad in (None, None, math.nan, None):
+        step_on(params, optimizer, bad=bad)
+    with pytest.raises(RuntimeError, match=r"Step 2, .* of this step and of the step after it"):
+        optimizer.synchronize()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 
-from helpers.cases import assert_bits, grad_of
+from helpers.cases import assert_bits, parameters
 from helpers.optimizers import (
     EVERY,
     FACTORS,
@@ -23,6 +23,7 @@ from helpers.optimizers import (
     one_weight,
     train,
 )
+from helpers.training import POLICIES
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 
@@ -125,24 +126,18 @@ def searched(factors=(1.0, 2.0, 0.25)):
     return wrapper, closure
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
-def test_step_returns_what_the_wrapped_optimizer_returns(nonfinite):
-    wrapper, closure = searched()
-    wrapper.nonfinite = nonfinite
-    assert wrapper.step(closure) == 0.25
-
-
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
+@pytest.mark.parametrize("nonfinite", POLICIES)
 def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
-    wrapper, closure = searched((0.25, 2.0, 0.25))
+    """And returns what the wrapped optimizer returns."""
+    wrapper, closure = searched((0.25, 2.0, 0.5))
     wrapper.nonfinite = nonfinite
-    wrapper.step(closure)
+    assert wrapper.step(closure) == 0.5
     stats = wrapper.stats
     assert (stats.last_norm, stats.last_coefficient) == (1.25, 0.25)
     assert (stats.steps, stats.clipped_steps) == (1, 1)
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error", "async_error"])
+@pytest.mark.parametrize("nonfinite", POLICIES)
 def test_step_divides_the_gradients_of_each_evaluation_by_the_loss_scale(nonfinite):
     wrapper, closure = searched((4.0, 8.0, 1.0))
     wrapper.nonfinite = nonfinite
@@ -169,13 +164,12 @@ def test_loss_scale_holds_for_one_step(scale, mode, with_closure):
 @pytest.mark.parametrize(
     ("scale", "error", "message"),
     [
-        pytest.param(0.0, ValueError, "grad_scale must be positive", id="zero"),
-        pytest.param("8", TypeError, "grad_scale must be a number", id="text"),
-        pytest.param(torch.ones(2), ValueError, "must be a one-element", id="two"),
-        pytest.param(
-            torch.amp.GradScaler("cpu"), TypeError, r"pass its get_scale\(\)", id="scaler"
-        ),
+        (0.0, ValueError, "grad_scale must be positive"),
+        ("8", TypeError, "grad_scale must be a number"),
+        (torch.ones(2), ValueError, "must be a one-element"),
+        (torch.amp.GradScaler("cpu"), TypeError, r"pass its get_scale\(\)"),
     ],
+    ids=["zero", "text", "two", "scaler"],
 )
 def test_loss_scale_is_checked_as_that_of_clip(scale, error, message):
     weight, wrapper = one_weight()
@@ -187,36 +181,28 @@ def test_loss_scale_is_checked_as_that_of_clip(scale, error, message):
 
 @pytest.mark.parametrize("n", [1, 3, 100])
 def test_limit_of_zero_gives_a_coefficient_of_zero(n):
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(n)]
+    params = parameters([torch.ones(2)] * n)
     optimizer = ClippedOptimizer(SGD(params, lr=1.0), ClipByNorm(0.0))
-    for param in params:
-        param.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.stats.last_coefficient == 0
-    assert all((param == 1).all() for param in params)
+    assert not any(param.any() for param in params)
 
 
 @pytest.mark.parametrize("sizes", [(1.0, 4.0), (4.0, 1.0)], ids=["last", "first"])
 def test_coefficient_is_the_least_of_all_dtypes(sizes):
     dtypes = (torch.float32, torch.float64)
-    params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in dtypes]
-    optimizer = ClippedOptimizer(SGD(params, lr=1.0), ClipByNorm(1.0, eps=0.0))
-    for param, size in zip(params, sizes, strict=True):
-        param.grad = torch.full_like(param, size)
+    grads = [torch.tensor([n], dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    optimizer = ClippedOptimizer(SGD(parameters(grads), lr=1.0), ClipByNorm(1.0, eps=0.0))
     optimizer.step()
     assert float(optimizer.stats.last_norm) == 4
     assert float(optimizer.stats.last_coefficient) == 0.25
 
 
-def test_step_takes_a_closure_by_name():
+@pytest.mark.parametrize("options", [{"closure": lambda: 7.0}, {}], ids=["by-name", "none"])
+def test_step_returns_the_loss_of_a_closure_alone(options):
     weight, wrapper = one_weight()
-    assert wrapper.step(closure=lambda: 7.0) == 7.0
+    assert wrapper.step(**options) == (7.0 if options else None)
     assert weight.tolist() == [-1.5, -2.0]
-
-
-def test_step_without_closure_returns_none():
-    _, wrapper = one_weight()
-    assert wrapper.step() is None
 
 
 def test_step_enables_gradients_for_its_closure():
@@ -253,14 +239,11 @@ def test_add_param_group_is_the_bare_one(name, options):
 def test_zero_grad_resets_gradients(which, to_none):
     weight, wrapper = one_weight()
     (wrapper if which == "wrapper" else wrapper.optimizer).zero_grad(set_to_none=to_none)
-    if to_none:
-        assert weight.grad is None
-    else:
-        assert grad_of(weight).tolist() == [0.0, 0.0]
+    found = None if weight.grad is None else weight.grad.tolist()
+    assert found == (None if to_none else [0.0, 0.0])
 
 
 def test_a_loss_in_place_of_a_closure_raises():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)
+    weight, optimizer = one_weight()
     with pytest.raises(TypeError, match=r"got a tensor; expected step\(\), after optimizer.loss"):
         optimizer.step(weight.sum())

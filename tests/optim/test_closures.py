@@ -68,41 +68,32 @@ class _Deaf(SGD):
         return super().step()
 
 
-def quadratic():
-    """A weight with the gradient of half its square, and a closure that evaluates it again."""
+def quadratic(*, clips=False):
+    """A weight with the gradient of half its square, and a closure, which may clip by itself."""
     weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    (0.5 * weight.square().sum()).backward()
 
-    def closure():
+    def closure(clips=clips):
         weight.grad = None
         loss = 0.5 * weight.square().sum()
         loss.backward()
+        if clips:
+            tritonclip.clip_(weight, 2.5)
         return loss
 
+    closure(clips=False)
     return weight, closure
-
-
-def clipping(weight, closure):
-    """The closure that clips by itself, for a bare optimizer."""
-
-    def clipped():
-        loss = closure()
-        tritonclip.clip_(weight, 2.5)
-        return loss
-
-    return clipped
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
 @pytest.mark.parametrize("kind", [_ZeroFirst, _AscendFirst, SGD], ids=["zero", "ascend", "sgd"])
 def test_step_equals_that_of_a_bare_optimizer_whose_closure_clips(kind, nonfinite):
     weight, closure = quadratic()
-    twin, twin_closure = quadratic()
+    twin, twin_closure = quadratic(clips=True)
     wrapper = ClippedOptimizer(kind([weight]), 2.5, nonfinite=nonfinite)
     bare = kind([twin])
     for _ in range(3):
         wrapper.step(closure)
-        bare.step(clipping(twin, twin_closure))
+        bare.step(twin_closure)
     assert_bits([weight], [twin])
     assert wrapper.stats.summary()["clipped_steps"] == 3
 
@@ -205,8 +196,7 @@ def test_closure_that_leaves_gradients_alone_needs_no_loss():
 
 @pytest.mark.parametrize("args", [(), (lambda: None,)], ids=["no-closure", "no-gradients"])
 def test_step_of_lbfgs_refuses_to_go_without_a_loss(args):
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
+    weight, _ = one_weight()
     wrapper = ClippedOptimizer(torch.optim.LBFGS([weight]), LIMIT)
     with pytest.raises(TypeError, match=r"LBFGS needs a closure .* expected step\(closure\)"):
         wrapper.step(*args)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.fx import GraphModule
 
 import tritonclip
+from helpers.training import POLICIES
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -25,8 +26,9 @@ def _train(
     compiled: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]],
     nonfinite: Any,
     clip: tritonclip.rules.Rule,
+    n_steps: int = 4,
 ) -> tuple[list[Tensor], dict[str, float | int]]:
-    """Four steps of a small model; its parameters and statistics."""
+    """Steps of a small model; its parameters and statistics."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = tritonclip.ClippedOptimizer(
@@ -40,13 +42,13 @@ def _train(
         optimizer.zero_grad()
 
     run = compiled(step)
-    for _ in range(4):
+    for _ in range(n_steps):
         run(torch.randn(5, 4))
     return [p.detach() for p in model.parameters()], optimizer.stats.summary()
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error", "async_error"])
+@pytest.mark.parametrize("nonfinite", POLICIES)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -74,12 +76,8 @@ def test_step_compiled_traces_update_and_not_clipping() -> None:
         graphs.append(graph)
         return graph.forward
 
-    _train(
-        lambda step: torch.compile(step, backend=keep),
-        "propagate",
-        tritonclip.ClipByGlobalNorm(0.5),
-    )
-
+    rule = tritonclip.ClipByGlobalNorm(0.5)
+    _train(lambda step: torch.compile(step, backend=keep), "propagate", rule)
     code = "\n".join(graph.code for graph in graphs)
     assert "linear" in code
     assert "add_" in code
@@ -89,20 +87,17 @@ def test_step_compiled_traces_update_and_not_clipping() -> None:
 
 def test_step_compiled_is_not_compiled_again() -> None:
     counter = CompileCounter()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.5)
+    counts: list[int] = []
 
-    @torch.compile(backend=counter)
-    def step(batch: Tensor) -> None:
-        model(batch).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def counted(step: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        compiled = torch.compile(step, backend=counter)
 
-    counts = []
-    for _ in range(5):
-        step(torch.randn(5, 4))
-        counts.append(counter.frame_count)
+        def run(batch: Tensor) -> None:
+            compiled(batch)
+            counts.append(counter.frame_count)
 
+        return run
+
+    _train(counted, "propagate", tritonclip.ClipByGlobalNorm(0.5), 5)
     assert counts[0] > 0
     assert counts[2:] == counts[1:2] * 3

@@ -25,7 +25,7 @@ from helpers.cases import (
     normal,
     parameters,
 )
-from helpers.training import give_grads, new_params, sgd
+from helpers.training import count_readings, give_grads, new_params, sgd, step_on
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -41,17 +41,20 @@ from tritonclip import (
 
 def rows_after(
     path: Path,
-    make: Callable[[Any], ClippedOptimizer],
-    prepare: Sequence[Callable[[], object]],
+    params: Any,
+    rule: Any,
+    prepare: Sequence[Callable[[], object]] = (lambda: None,),
     *,
     statistics: bool = False,
+    grad_scale: Any = None,
+    **options: Any,
 ) -> list[dict[str, str]]:
-    """The rows of steps, each after its preparation, of an optimizer that is given a recorder."""
+    """The rows of steps, each after its preparation, on parameters or groups."""
     with tritonclip.record(path, each=True, statistics=statistics) as recorder:
-        optimizer = make(recorder)
+        optimizer = ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
         for one in prepare:
             one()
-            optimizer.step()
+            optimizer.step(grad_scale=grad_scale)
     with path.open() as file:
         return list(csv.DictReader(file))
 
@@ -62,20 +65,9 @@ def each_of(row: dict[str, str]) -> Tensor:
     return torch.tensor(found, dtype=torch.float32)
 
 
-def step_of(
-    tmp_path: Path,
-    params: list[Tensor],
-    rule: Any = 1.0,
-    *,
-    statistics: bool = False,
-    **options: Any,
-) -> dict[str, str]:
+def step_of(tmp_path: Path, params: Any, rule: Any = 1.0, **options: Any) -> dict[str, str]:
     """The row of one step with the gradients that are there."""
-
-    def make(recorder: Any) -> ClippedOptimizer:
-        return ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
-
-    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None], statistics=statistics)
+    (row,) = rows_after(tmp_path / "run.csv", params, rule, **options)
     return row
 
 
@@ -107,19 +99,6 @@ def some_zeros(params: Sequence[Tensor]) -> list[Tensor]:
     grad_of(params[0])[0] = 0.0
     grad_of(params[1])[1:] = 0.0
     return copies(map(grad_of, params))
-
-
-def count_readings(monkeypatch: pytest.MonkeyPatch, verbs: type[Any]) -> list[object]:
-    """The batches that were measured from now on, once for each time."""
-    readings: list[object] = []
-    real = verbs.norm
-
-    def counted(batch: Any, *arguments: Any, **options: Any) -> Any:
-        readings.append(batch)
-        return real(batch, *arguments, **options)
-
-    monkeypatch.setattr(verbs, "norm", counted)
-    return readings
 
 
 RULES = [
@@ -245,24 +224,16 @@ def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
 def test_every_group_has_its_norms(tmp_path, device):
     params = new_params(device=device)
     grads = give_grads(params)
-
-    def make(recorder):
-        return ClippedOptimizer(SGD(groups_of(params), lr=0.1), 1.0, recorder=recorder)
-
-    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
-    found = {name: float(row[f"norm/param_groups[{name}]['params'][0]"]) for name in range(3)}
-    assert list(found.values()) == pytest.approx(reference.norms(grads), rel=1e-6)
+    row = step_of(tmp_path, groups_of(params))
+    found = [float(row[f"norm/param_groups[{name}]['params'][0]"]) for name in range(3)]
+    assert found == pytest.approx(reference.norms(grads), rel=1e-6)
     assert float(row["norm/group1"]) == pytest.approx(found[1], rel=1e-6)
 
 
 def test_statistics_of_groups_and_of_parameters_that_are_not_clipped(tmp_path, device):
     params = new_params(device=device)
     grads = some_zeros(params)
-
-    def make(recorder):
-        return ClippedOptimizer(SGD(groups_of(params), lr=0.1), 1.0, recorder=recorder)
-
-    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None], statistics=True)
+    row = step_of(tmp_path, groups_of(params), statistics=True)
     # The norm of a rule has none.
     assert (row["largest/group1"], row["zeros/group1"]) == ("", "")
     assert_statistics({k: cell for k, cell in row.items() if "group1" not in k}, grads)
@@ -273,26 +244,16 @@ def test_statistics_where_a_gradient_is_missing_or_unscaled(tmp_path, device):
     some_zeros(params)
     params[0].grad = None
     grads = copies(map(grad_of, params[1:]))
-
-    def scaled() -> None:
-        for param, grad in zip(params[1:], grads, strict=True):
-            param.grad = grad.to(device) * 8
-
-    with tritonclip.record(tmp_path / "run.csv", each=True, statistics=True) as recorder:
-        optimizer = ClippedOptimizer(SGD(params, lr=0.1, fused=True), 1e9, recorder=recorder)
-        scaled()
-        optimizer.step(grad_scale=torch.tensor(8.0, device=device))
-    with (tmp_path / "run.csv").open() as file:
-        (row,) = csv.DictReader(file)
+    for param in params[1:]:
+        grad_of(param).mul_(8)
+    scale = torch.tensor(8.0, device=device)
+    row = step_of(tmp_path, params, 1e9, statistics=True, grad_scale=scale)
     assert statistics_of(row)[0] == (0.0, 0.0, 1.0)
     assert_statistics(row, [torch.zeros(3), *grads])
 
 
 def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
     params = new_params(device=device)
-
-    def first():
-        give_grads(params)
 
     def second():
         give_grads(params, 1)
@@ -303,10 +264,8 @@ def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
         for param in params:
             param.grad = None
 
-    def make(recorder):
-        return ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
-
-    rows = rows_after(tmp_path / "run.csv", make, [first, second, third])
+    prepare = [lambda: give_grads(params), second, third]
+    rows = rows_after(tmp_path / "run.csv", params, 1.0, prepare)
     cells = [[row[name] for name in row if name.startswith("norm/")] for row in rows]
     assert all(map(float, cells[0]))
     assert [cells[1][0], cells[1][1]] == ["0.0", ""]
@@ -329,8 +288,7 @@ def test_names_follow_parameters_that_are_exchanged(tmp_path):
     params = new_params()
     optimizer = ClippedOptimizer(SGD([("a", params[0]), ("b", params[1])], lr=0.1), 1.0)
     recorder = optimizer.recorder = tritonclip.record(tmp_path / "run.csv", each=True)
-    give_grads(params)
-    optimizer.step()
+    step_on(params, optimizer)
     group = optimizer.param_groups[0]
     group["params"].append(params[2])
     group["param_names"] = ["a", "b", "c"]
@@ -342,20 +300,20 @@ def test_names_follow_parameters_that_are_exchanged(tmp_path):
 def test_parameters_that_share_a_name_share_a_norm(tmp_path, device):
     params = new_params(device=device)
     grads = give_grads(params)
-    groups = [{"params": [("weight", p)]} for p in params[:2]]
-
-    def make(recorder):
-        return ClippedOptimizer(SGD(groups, lr=0.1), 1.0, recorder=recorder)
-
-    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
+    row = step_of(tmp_path, [{"params": [("weight", p)]} for p in params[:2]])
     assert float(row["norm/weight"]) == pytest.approx(reference.total_norm(grads[:2]), rel=1e-6)
 
 
-def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, monkeypatch):
+def in_buffers(device: Any) -> tuple[list[Tensor], FlatGradients]:
     params = new_params(device=device)
-    flat = FlatGradients([("a", params[0]), ("b", params[1]), ("c", params[2])])
+    flat = FlatGradients(zip("abc", params, strict=True))
     for seed, param in enumerate(params):
         grad_of(param).copy_(normal(param.shape, seed=seed))
+    return params, flat
+
+
+def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, monkeypatch):
+    params, flat = in_buffers(device)
     grads = copies(map(grad_of, params))
     readings = count_readings(monkeypatch, verbs)
     row = step_of(tmp_path, params, 0.5, flat=flat)
@@ -368,10 +326,7 @@ def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, mon
 
 
 def test_gradients_in_buffers_have_statistics(tmp_path, device):
-    params = new_params(device=device)
-    flat = FlatGradients([("a", params[0]), ("b", params[1]), ("c", params[2])])
-    for seed, param in enumerate(params):
-        grad_of(param).copy_(normal(param.shape, seed=seed))
+    params, flat = in_buffers(device)
     grad_of(params[1])[1:] = 0.0
     grads = copies(map(grad_of, params))
     assert_statistics(step_of(tmp_path, params, 0.5, flat=flat, statistics=True), grads)

@@ -6,6 +6,7 @@ in float64, the bare optimizer stepped where they are finite, the scale kept by 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -31,15 +32,14 @@ from helpers.loss_scale import (
     spoiled,
     weight_under,
 )
-from helpers.training import INNERS, PLAIN_AND_FUSED, RULES, SCALERS, new_params, wrapped
+from helpers.training import INNERS, PLAIN_AND_FUSED, new_params, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
-from tritonclip.backends.operators import TorchLayout
+from tritonclip.backends.operators import TorchBatch
 
 
 @pytest.mark.covering(2)
 @UNSCALED_BEFORE
 @pytest.mark.parametrize("make", INNERS)
-@pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
     params, twins = new_params(), new_params()
     optimizer, bare = ClippedOptimizer(make(params), 1.0), make(twins)
@@ -74,8 +74,6 @@ def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", [2.0**16, 3.0, 1.0, 2.0**-10])
 @UNSCALED_BEFORE
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_leaves_gradients_unscaled_and_clipped_once(scaler_type, make, unscale, scale):
     params, optimizer = wrapped(make)
     scaler = scaler_type("cpu", init_scale=scale)
@@ -88,19 +86,15 @@ def test_scaler_leaves_gradients_unscaled_and_clipped_once(scaler_type, make, un
         torch.testing.assert_close(grad_of(param), grad, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_unscales_below_the_limit_too(scaler_type, rule):
+def test_scaler_unscales_below_the_limit_too(scaler, rule):
     """Bit for bit: the scale is a power of two, and a coefficient of 1 changes nothing."""
     params = new_params()
-    scaler = scaler_type("cpu", init_scale=SCALE)
     small = [1e-3 * grad for grad in grads_at(2)]
     scaled_step(scaler, ClippedOptimizer(SGD(params, lr=1.0), rule), params, small)
     assert_bits([grad_of(param) for param in params], small)
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_run_is_right_for_momentum_that_starts_late(scaler_type):
+def test_scaler_run_is_right_for_momentum_that_starts_late(scaler):
     """A group whose first gradients come, and overflow, after the first step of the others."""
     params, twins = new_params(), new_params()
 
@@ -109,7 +103,6 @@ def test_scaler_run_is_right_for_momentum_that_starts_late(scaler_type):
         return SGD(groups, lr=0.1, momentum=0.9, fused=True)
 
     optimizer, bare = ClippedOptimizer(sgd(params), 1.0), sgd(twins)
-    scaler = scaler_type("cpu", init_scale=SCALE)
     for step in range(4):
         grads = grads_at(step)
         some = slice(0, 2) if step == 0 else slice(None)
@@ -120,24 +113,18 @@ def test_scaler_run_is_right_for_momentum_that_starts_late(scaler_type):
         assert_same_run(params, twins)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_unscales_what_no_rule_holds_for(scaler_type, make):
+def test_scaler_unscales_what_no_rule_holds_for(scaler, make):
     """need_clip=False and clip=None: divided by the loss scale, bit for bit, and not clipped."""
     params = new_params(((3,), (4,), (5,), (6,)))
     setattr(params[1], "need_clip", False)  # noqa: B010
-    optimizer = ClippedOptimizer(
-        make(
-            [
-                {"params": params[:2]},
-                {"params": [params[2]], "clip": None},
-                {"params": [params[3]], "clip": ClipByNorm(0.25)},
-            ]
-        ),
-        1.0,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": params[:2]},
+        {"params": [params[2]], "clip": None},
+        {"params": [params[3]], "clip": ClipByNorm(0.25)},
+    ]
+    optimizer = ClippedOptimizer(make(groups), 1.0)
     grads = [5 * normal(param.numel(), seed=at) for at, param in enumerate(params)]
-    scaled_step(scaler_type("cpu", init_scale=SCALE), optimizer, params, grads)
+    scaled_step(scaler, optimizer, params, grads)
     assert_bits([grad_of(params[1]), grad_of(params[2])], [grads[1], grads[2]])
     for at, limit in ((0, 1.0), (3, 0.25)):
         (expected,) = hand_clip(ClipByGlobalNorm(limit), [grads[at]])
@@ -146,10 +133,8 @@ def test_scaler_unscales_what_no_rule_holds_for(scaler_type, make):
     assert_norm(optimizer.stats.group_norms[2], reference.norm(grads[3]))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_serves_a_bare_optimizer_beside_a_wrapper(scaler_type):
+def test_scaler_serves_a_bare_optimizer_beside_a_wrapper(scaler):
     params, twins = new_params(), new_params()
-    scaler = scaler_type("cpu", init_scale=SCALE)
     bare = AdamW(params, lr=0.1)
     for step in range(3):
         scaled_step(scaler, bare, params, spoiled(grads_at(1)) if step == 1 else grads_at(step))
@@ -159,7 +144,6 @@ def test_scaler_serves_a_bare_optimizer_beside_a_wrapper(scaler_type):
     assert_bits(params, copies(twins))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_that_is_disabled_leaves_clipping_as_it_is(scaler_type):
     params, twins = new_params(), new_params()
     optimizer = ClippedOptimizer(AdamW(params, lr=0.1), 1.0)
@@ -190,11 +174,9 @@ def test_scaler_checkpoint_moves_between_ours_and_torchs():
 
 
 @UNSCALED_BEFORE
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_unscales_and_clips_sparse_gradients(scaler_type, unscale):
+def test_scaler_unscales_and_clips_sparse_gradients(scaler, unscale):
     embedding = torch.nn.Embedding(6, 2, sparse=True)
     optimizer = ClippedOptimizer(SGD(embedding.parameters(), lr=1.0), 1.0)
-    scaler = scaler_type("cpu", init_scale=SCALE)
     before = embedding.weight.detach().clone()
     # Row 1 is met twice, so its gradient is 2 in both columns: the norm is (2*2*2 + 2)**0.5.
     scaler.scale(embedding(torch.tensor([1, 1, 4])).sum()).backward()
@@ -210,9 +192,6 @@ def test_scaler_unscales_and_clips_sparse_gradients(scaler_type, unscale):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_run_is_right_for_every_rule(backend, scaler_type, make, rule):
     """Scaled, clipped and unclipped steps, and an overflow that leaves earlier results alone."""
     shapes = ((3,), (2049,))
@@ -231,27 +210,24 @@ def test_scaler_run_is_right_for_every_rule(backend, scaler_type, make, rule):
     assert_bits((norm for norm, _ in kept), (norm for _, norm in kept))
 
 
-def _shrink(optimizer, *_):
-    (weight,) = optimizer.param_groups[0]["params"]
-    weight.grad = weight.grad * 0.1
-
-
-def _shrink_in_place(optimizer, *_):
-    optimizer.param_groups[0]["params"][0].grad.mul_(0.1)
-
-
-def _allow_more(optimizer, *_):
-    optimizer.clip = ClipByGlobalNorm(2.0, eps=0.0)
-
-
-@pytest.mark.parametrize("scaler_type", SCALERS)
 @pytest.mark.parametrize(
-    ("hook", "expected"),
-    [(_shrink, [-0.3, -0.4]), (_shrink_in_place, [-0.3, -0.4]), (_allow_more, [-1.2, -1.6])],
+    ("change", "expected"),
+    [
+        (lambda weight, _: setattr(weight, "grad", weight.grad * 0.1), [-0.3, -0.4]),
+        (lambda weight, _: weight.grad.mul_(0.1), [-0.3, -0.4]),
+        (
+            lambda _, optimizer: setattr(optimizer, "clip", ClipByGlobalNorm(2.0, eps=0.0)),
+            [-1.2, -1.6],
+        ),
+    ],
     ids=["replaced", "in-place", "rule"],
 )
-def test_scaler_heeds_what_a_step_hook_changes(scaler_type, hook, expected):
+def test_scaler_heeds_what_a_step_hook_changes(scaler_type, change, expected):
     weight, optimizer, scaler = weight_under(scaler_type)
+
+    def hook(*_: object) -> None:
+        change(weight, optimizer)
+
     optimizer.register_step_pre_hook(hook)
     scaler.step(optimizer)
     torch.testing.assert_close(weight.detach(), torch.tensor(expected))
@@ -270,121 +246,97 @@ def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
 
 # On a device nobody knows whether a kernel that was asked to write did.
 DECIDED_ON_HOST = PLAIN_AND_FUSED[:2]
-
-
-class Calls:
-    """How often a backend's verbs ran: norms measured, writes asked for, gradients written."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.measured = self.asked = self.written = self.torchs = 0
-        # Within a verb, which may scale by the function that torch's scaler unscales with.
-        self.in_verb = False
-        check = torch._amp_foreach_non_finite_check_and_unscale_
-        bind, multiply = TorchLayout.bind, torch._foreach_mul_
-
-        def counting_bind(layout: Any, *args: Any) -> Any:
-            return _Counting(bind(layout, *args), self)
-
-        def check_and_unscale(*args: Any) -> None:
-            self.written += self.in_verb
-            self.torchs += not self.in_verb
-            check(*args)
-
-        def foreach_mul_(*args: Any) -> None:
-            self.written += 1
-            multiply(*args)
-
-        monkeypatch.setattr(TorchLayout, "bind", counting_bind)
-        monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
-        monkeypatch.setattr(torch, "_foreach_mul_", foreach_mul_)
-
-
-class _Counting:
-    def __init__(self, batch: Any, calls: Calls) -> None:
-        self._batch, self._calls = batch, calls
-
-    def __getattr__(self, name: str) -> Any:
-        verb = getattr(self._batch, name)
-        if not callable(verb):
-            return verb
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._calls.measured += name == "norm"
-            self._calls.asked += name in ("clamp_", "scale_", "scale_each_")
-            self._calls.in_verb = True
-            try:
-                return verb(*args, **kwargs)
-            finally:
-                self._calls.in_verb = False
-
-        return counted
+WRITES = ("clamp_", "scale_", "scale_each_")
 
 
 def counted_step(
     monkeypatch: pytest.MonkeyPatch, scaler: torch.amp.GradScaler, optimizer: Optimizer
-) -> Calls:
-    """Steps, and tells what ran in the step."""
-    calls = Calls(monkeypatch)
+) -> Counter[str]:
+    """How often a step measured norms, asked for a write, wrote, and ran torch's own pass."""
+    calls: Counter[str] = Counter()
+    # Verbs that run, which may scale by the function that torch's scaler unscales with.
+    running: list[str] = []
+
+    def count_verb(name: str) -> None:
+        verb = getattr(TorchBatch, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls["measured" if name == "norm" else "asked"] += 1
+            running.append(name)
+            try:
+                return verb(*args, **kwargs)
+            finally:
+                running.pop()
+
+        monkeypatch.setattr(TorchBatch, name, counted)
+
+    def count_pass(name: str, *, is_torchs: bool) -> None:
+        operator = getattr(torch, name)
+
+        def counted(*args: Any) -> None:
+            calls["torchs" if is_torchs and not running else "written"] += 1
+            operator(*args)
+
+        monkeypatch.setattr(torch, name, counted)
+
+    for name in ("norm", *WRITES):
+        count_verb(name)
+    count_pass("_amp_foreach_non_finite_check_and_unscale_", is_torchs=True)
+    count_pass("_foreach_mul_", is_torchs=False)
     scaler.step(optimizer)
     return calls
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_scaler_reads_and_writes_gradients_once(monkeypatch, make, rule):
     """By our scaler: one measuring pass, one writing pass, no pass of torch's own."""
     params, optimizer = wrapped(make, rule)
     scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
     backward(scaler, params, grads_at(2))
     calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls.measured, calls.asked, calls.torchs) == (1, 1, 0)
+    assert (calls["measured"], calls["asked"], calls["torchs"]) == (1, 1, 0)
 
 
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("make", DECIDED_ON_HOST)
 @pytest.mark.parametrize(
-    ("scale", "size", "written"),
-    [(SCALE, 1.0, 1), (SCALE, 1e-3, 1), (1.0, 1.0, 1), (1.0, 1e-3, 0)],
-    ids=["scaled clipped", "scaled below", "unscaled clipped", "unscaled below"],
+    ("scale", "size", "unscale", "written"),
+    [
+        pytest.param(SCALE, 1.0, False, 1, id="scaled clipped"),
+        pytest.param(SCALE, 1e-3, False, 1, id="scaled below"),
+        pytest.param(1.0, 1.0, False, 1, id="unscaled clipped"),
+        pytest.param(1.0, 1e-3, False, 0, id="unscaled below"),
+        # torch's pass happened in unscale_; the step measures once more, and does not unscale.
+        pytest.param(SCALE, 1e-3, True, 0, id="after unscale_"),
+    ],
 )
-def test_scaler_writes_gradients_only_where_needed(monkeypatch, make, scale, size, written):
+def test_scaler_writes_gradients_only_where_needed(
+    monkeypatch, make, scale, size, unscale, written
+):
     params, optimizer = wrapped(make)
     scaler = tritonclip.GradScaler("cpu", init_scale=scale)
     backward(scaler, params, [size * grad for grad in grads_at(2)])
+    if unscale:
+        scaler.unscale_(optimizer)
     calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls.measured, calls.written, calls.torchs) == (1, written, 0)
+    assert (calls["measured"], calls["written"], calls["torchs"]) == (1, written, 0)
 
 
 @pytest.mark.usefixtures("operators")
 def test_scaler_overflow_writes_no_gradient(monkeypatch):
     """With an inner optimizer that is told on the host."""
-    params = new_params()
-    optimizer = ClippedOptimizer(AdamW(params, foreach=False), 1.0)
+    params, optimizer = wrapped(lambda p: AdamW(p, foreach=False))
     scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
     backward(scaler, params, spoiled(grads_at(2)))
     calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls.measured, calls.asked, calls.torchs) == (1, 0, 0)
+    assert (calls["measured"], calls["asked"], calls["torchs"]) == (1, 0, 0)
 
 
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("make", DECIDED_ON_HOST)
-def test_scaler_reads_once_after_unscale(monkeypatch, make):
-    """torch's pass happened in unscale_; the step measures once more, and does not unscale."""
-    params, optimizer = wrapped(make)
-    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
-    backward(scaler, params, [1e-3 * grad for grad in grads_at(2)])
-    scaler.unscale_(optimizer)
-    calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls.measured, calls.written, calls.torchs) == (1, 0, 0)
-
-
-@pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_scaler_of_torch_reads_in_a_pass_of_its_own(monkeypatch, make):
     """What ours saves: torch's scaler looks at the gradients before the wrapper measures them."""
     params, optimizer = wrapped(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     backward(scaler, params, grads_at(2))
     calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls.measured, calls.torchs) == (1, 1)
+    assert (calls["measured"], calls["torchs"]) == (1, 1)

@@ -12,7 +12,6 @@ from torch.optim import SGD
 import tritonclip
 from helpers.cases import assert_bits, copies, grad_of
 from helpers.loss_scale import (
-    SCALE,
     assert_same_run,
     backward,
     grads_at,
@@ -20,22 +19,18 @@ from helpers.loss_scale import (
     scaled_step,
     weight_under,
 )
-from helpers.training import PLAIN_AND_FUSED, SCALERS, new_params, wrapped
+from helpers.training import SCALERS, give_grads, new_params, unchanged, wrapped
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
 from tritonclip.optim.clip_groups import ClipGroup
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_refuses_a_second_step_before_update(scaler_type, make):
+def test_scaler_refuses_a_second_step_before_update(scaler, make):
     params, optimizer = wrapped(make)
-    scaler = scaler_type("cpu")
     backward(scaler, params, grads_at(1))
     scaler.step(optimizer)
-    before = copies(params)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since"):
+    error = pytest.raises(RuntimeError, match=r"step\(\) has already been called since")
+    with error, unchanged(params, optimizer):
         scaler.step(optimizer)
-    assert_bits(params, before)
 
 
 @pytest.mark.parametrize("method", ["unscale_", "step"])
@@ -52,11 +47,8 @@ def test_scaler_refuses_an_optimizer_that_is_wrapped(method):
     getattr(scaler, method)(wrapper)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_refuses_to_unscale_twice(scaler_type, make):
+def test_scaler_refuses_to_unscale_twice(scaler, make):
     params, optimizer = wrapped(make)
-    scaler = scaler_type("cpu")
     backward(scaler, params, grads_at(1))
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
@@ -66,29 +58,15 @@ def test_scaler_refuses_to_unscale_twice(scaler_type, make):
         scaler.unscale_(optimizer)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_without_gradients_asserts_as_torch(scaler_type, make):
+def test_scaler_without_gradients_asserts_as_torch(scaler, make):
     """In `step` or, for an optimizer that takes the scale itself, in `update`."""
-    params = new_params()
-    scaler = scaler_type("cpu")
-    scaler.scale(torch.ones(()))
-    optimizer = ClippedOptimizer(make(params), 1.0)
-
-    def step_and_update() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
+    _, optimizer = wrapped(make)
     with pytest.raises(AssertionError, match=r"No inf checks were recorded"):
-        step_and_update()
+        scaled_step(scaler, optimizer, [torch.ones((), requires_grad=True)], [torch.ones(())])
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_refuses_a_closure_as_torch(scaler_type):
-    params = new_params()
-    optimizer = ClippedOptimizer(SGD(params), 1.0)
-    scaler = scaler_type("cpu")
-    backward(scaler, params, grads_at(1))
+    _, optimizer, scaler = weight_under(scaler_type)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: 1.0)
 
@@ -137,7 +115,6 @@ def test_loss_scale_that_was_set_by_hand_is_refused(scaler_type, fused):
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
 @pytest.mark.parametrize("how", ["position", "name"])
 def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     weight, optimizer, _ = weight_under(scaler_type)
@@ -158,21 +135,12 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
 
 @pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
 @pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}], ids=["plain", "fused"])
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_is_right_after_a_step_that_raised(scaler_type, mode, again):
+def test_scaler_is_right_after_a_step_that_raised(scaler, mode, again):
     """What a scaler leaves at the optimizer for one step must not scale or skip the next one."""
     params, twins = new_params(), new_params()
     optimizer = ClippedOptimizer(SGD(params, lr=0.1, **mode), 1.0)
-    scaler = scaler_type("cpu", init_scale=SCALE)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = optimizer.register_step_pre_hook(interrupt)
     backward(scaler, params, grads_at(1))
-    with pytest.raises(KeyboardInterrupt):
-        scaler.step(optimizer)
-    handle.remove()
+    interrupt(partial(scaler.step, optimizer), optimizer)
     scaler.update()
     following = scaler if again else torch.amp.GradScaler("cpu", enabled=False)
     scaled_step(following, optimizer, params, grads_at(2))
@@ -180,19 +148,23 @@ def test_scaler_is_right_after_a_step_that_raised(scaler_type, mode, again):
     assert_same_run(params, twins)
 
 
-def interrupt_a_step(scaler, optimizer):
-    """Begins a step that ends before the parameters are updated."""
+def interrupt(step, optimizer):
+    """Takes a step that ends in the pre-hooks of an optimizer, the wrapper or the wrapped one."""
 
     def fail(*_):
         handle.remove()
         raise KeyboardInterrupt
 
-    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    handle = optimizer.register_step_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
-        scaler.step(optimizer)
+        step()
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
+def interrupt_a_step(scaler, optimizer):
+    """Begins a step that ends before the parameters are updated."""
+    interrupt(partial(scaler.step, optimizer), optimizer.optimizer)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
     weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
@@ -230,7 +202,6 @@ def test_unscale_after_a_step_that_raised_is_refused(fused):
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
 @pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
 def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type, flat):
     weight, optimizer, scaler = weight_under(scaler_type, fused=True)
@@ -247,15 +218,8 @@ def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type,
 
 def interrupted_under_a_scale(optimizer, scale, *, clipped):
     """Begins a step under a loss scale that ends before or after it clips."""
-
-    def fail(*_):
-        handle.remove()
-        raise KeyboardInterrupt
-
     where = optimizer.optimizer if clipped else optimizer
-    handle = where.register_step_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(grad_scale=scale)
+    interrupt(partial(optimizer.step, grad_scale=scale), where)
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -292,8 +256,7 @@ def test_refused_loss_scale_leaves_a_step_that_was_interrupted_within_to_be_refu
     params = new_params()
     groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": 0.5}]
     optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 0.5)
-    for param, grad in zip(params, grads_at(1), strict=True):
-        param.grad = grad
+    give_grads(params)
     write = ClipGroup.clip_
 
     def write_and_fail(*args, **kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,19 @@ from torch import Tensor
 
 import tritonclip
 from helpers import histories
-from helpers.cases import INTERPRETED, assert_bits, copies, grad_of
-from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
+from helpers.cases import INTERPRETED, assert_bits
+from helpers.loss_scale import scaled_step
+from helpers.training import (
+    PLAIN_AND_FUSED,
+    give_grads,
+    interrupted_step,
+    sgd,
+    unchanged,
+    wrapped,
+)
 from tritonclip import ClippedOptimizer, Outlier
 from tritonclip.monitor.history import read
+from tritonclip.optim import outliers
 
 ABOVE = Outlier(4.0, 8)
 
@@ -30,6 +40,11 @@ def step_with(params: Any, optimizer: ClippedOptimizer, loss: Any, size: float =
     return int(optimizer.stats.skipped_steps) > before
 
 
+def losses_of(optimizer: ClippedOptimizer) -> Tensor:
+    """What a checkpoint has of losses; the last number counts them."""
+    return torch.tensor(optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"])
+
+
 def filled(make: Any = sgd, **options: Any) -> Any:
     """Parameters, and an optimizer that has judged enough losses and norms of about 1 and 6."""
     params, optimizer = wrapped(make, skip_above=ABOVE, **options)
@@ -39,7 +54,6 @@ def filled(make: Any = sgd, **options: Any) -> Any:
 
 
 @pytest.mark.covering(1 if INTERPRETED else 2)
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("level", [3.0, 0.0, -3.0], ids=["positive", "around 0", "negative"])
 def test_losses_are_judged_as_by_the_reference(backend, make, level):
     params, optimizer = wrapped(make, 1.0, backend.device, skip_above=Outlier(2.0, 8))
@@ -54,24 +68,14 @@ def test_losses_are_judged_as_by_the_reference(backend, make, level):
     assert int(optimizer.stats.skipped_steps) >= 3
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 @pytest.mark.parametrize(
     ("loss", "size", "skipped"),
-    [
-        (1.0, 1.0, False),
-        (9.0, 1.0, True),
-        (1.0, 50.0, True),
-        (None, 50.0, True),
-        (-9.0, 1.0, False),
-    ],
+    [(1.0, 1.0, 0), (9.0, 1.0, 1), (1.0, 50.0, 1), (None, 50.0, 1), (-9.0, 1.0, 0)],
 )
 def test_norm_or_loss_skips_a_step(make, loss, size, skipped):
     params, optimizer = filled(make)
-    before, state = copies(params), state_of(optimizer, params)
-    assert step_with(params, optimizer, loss, size) == skipped
-    if skipped:
-        assert_bits(params, before)
-        assert_bits(state_of(optimizer, params), state)
+    with unchanged(params, optimizer) if skipped else nullcontext():
+        assert step_with(params, optimizer, loss, size) == skipped
 
 
 @pytest.mark.parametrize(
@@ -95,10 +99,9 @@ def test_loss_may_be_any_real_number(loss):
 @pytest.mark.parametrize(("loss", "skipped"), [(math.inf, True), (math.nan, False)])
 def test_loss_that_is_not_finite_is_not_remembered(loss, skipped):
     params, optimizer = filled()
-    values = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
+    before = losses_of(optimizer)
     assert step_with(params, optimizer, loss) == skipped
-    after = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
-    assert_bits([torch.tensor(after)], [torch.tensor(values)])
+    assert_bits([losses_of(optimizer)], [before])
 
 
 def test_loss_is_of_one_step():
@@ -111,7 +114,6 @@ def test_loss_is_of_one_step():
     assert not step_with(params, optimizer, None)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_losses_are_saved(make):
     params, optimizer = filled(make)
     saved = optimizer.state_dict()
@@ -120,45 +122,34 @@ def test_losses_are_saved(make):
     for loss in (1.2, 1.6, 1.1, 9.0):
         both = [step_with(p, o, loss) for p, o in ((params, optimizer), (twins, twin))]
         assert both[0] == both[1]
-    memories = (o.state_dict()["tritonclip"]["memory"] for o in (optimizer, twin))
-    ours, theirs = (torch.tensor(memory["losses"]["values"]) for memory in memories)
-    assert_bits([ours], [theirs])
+    assert_bits([losses_of(optimizer)], [losses_of(twin)])
     other = wrapped(make, skip_above=Outlier(4.0, 10))[1]
     with pytest.raises(ValueError, match="Outlier with 9 numbers"):
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_loss_under_a_scaler(scaler, make):
+def test_loss_under_a_scaler(scaler_type, make):
     """It is not scaled. A step that overflows remembers none."""
     params, optimizer = filled(make)
-    scale = scaler("cpu", init_scale=1024.0)
+    scale = scaler_type("cpu", init_scale=1024.0)
     for loss, bad, skipped, n in ((9.0, None, 1, 9), (1.0, math.inf, 1, 9), (1.0, None, 1, 10)):
-        give_grads(params, bad=bad)
-        for param in params:
-            grad_of(param).mul_(scale.scale(torch.ones(())))
         optimizer.loss = loss
-        scale.step(optimizer)
-        scale.update()
+        scaled_step(scale, optimizer, params, give_grads(params, bad=bad))
         assert int(optimizer.stats.skipped_steps) == skipped
-        values = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
-        assert int(values[-1]) == n
+        assert int(losses_of(optimizer)[-1]) == n
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_loss_of_a_closure(make):
     params, optimizer = filled(make)
-    before = copies(params)
 
     def closure() -> Tensor:
         give_grads(params)
         optimizer.loss = torch.tensor(9.0)
         return torch.tensor(9.0)
 
-    optimizer.step(closure)
+    with unchanged(params, optimizer):
+        optimizer.step(closure)
     assert int(optimizer.stats.skipped_steps) == 1
-    assert_bits(params, before)
     assert optimizer.loss is None
 
 
@@ -205,7 +196,6 @@ def test_a_loss_ends_with_its_step_or_with_the_test_of_losses():
 
 
 @pytest.mark.parametrize("skip_above", [None, 100.0, ABOVE], ids=["none", "bound", "outliers"])
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_a_recorder_takes_the_loss_of_its_step(tmp_path, make, skip_above):
     params, optimizer = wrapped(make, skip_above=skip_above)
     with tritonclip.record(tmp_path / "run.csv") as optimizer.recorder:
@@ -224,8 +214,6 @@ def test_a_loss_is_that_of_the_moment_when_it_was_set():
 
 
 def test_a_repeated_step_sends_its_loss_once(monkeypatch):
-    from tritonclip.optim import outliers
-
     sent: list[float] = []
 
     def mean_of_all(loss, device):
@@ -236,14 +224,7 @@ def test_a_repeated_step_sends_its_loss_once(monkeypatch):
     params, optimizer = filled()
     give_grads(params, 1)
     optimizer.loss, sent[:] = 1.0, []
-    with monkeypatch.context() as patch:
-        patch.setattr(optimizer.optimizer, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
+    interrupted_step(monkeypatch, optimizer)
     optimizer.step()
     assert sent == [1.0]
     assert optimizer.loss is None
-
-
-def interrupted():
-    raise KeyboardInterrupt

@@ -44,6 +44,13 @@ def remember(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> None:
         assert norms_after(optimizer, sizes) == list(sizes.values())
 
 
+def remembering(sizes: dict[Tensor, float]) -> ClippedOptimizer:
+    """An optimizer of one group, whose parameters remember these norms."""
+    optimizer = own_history([*sizes])
+    remember(optimizer, sizes)
+    return optimizer
+
+
 def assert_follows(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> None:
     """Each parameter has the limit that its own norms gave it."""
     assert norms_after(optimizer, sizes) == list(sizes.values())
@@ -51,21 +58,9 @@ def assert_follows(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> N
     assert found == pytest.approx([1.05 * size for size in sizes.values()], rel=1e-6)
 
 
-def _append(optimizer: ClippedOptimizer) -> None:
-    optimizer.param_groups[0]["params"].extend(weights(1))
-
-
-def _insert(optimizer: ClippedOptimizer) -> None:
-    optimizer.param_groups[0]["params"].insert(0, *weights(1))
-
-
 def _reverse(optimizer: ClippedOptimizer) -> None:
     for group in optimizer.param_groups:
         group["params"].reverse()
-
-
-def _reverse_groups(optimizer: ClippedOptimizer) -> None:
-    optimizer.param_groups.reverse()
 
 
 def _exchange(optimizer: ClippedOptimizer) -> None:
@@ -89,36 +84,48 @@ def _remake(optimizer: ClippedOptimizer) -> None:
     ]
 
 
-CHANGES = [_append, _insert, _reverse, _reverse_groups, _exchange, _move, _join, _remake]
+CHANGES: dict[str, Any] = {
+    "append": lambda optimizer: optimizer.param_groups[0]["params"].extend(weights(1)),
+    "insert": lambda optimizer: optimizer.param_groups[0]["params"].insert(0, *weights(1)),
+    "reverse": _reverse,
+    "reverse-groups": lambda optimizer: optimizer.param_groups.reverse(),
+    "exchange": _exchange,
+    "move": _move,
+    "join": _join,
+    "remake": _remake,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_history_follows_its_parameter(change):
+def four() -> tuple[list[Tensor], dict[Tensor, float], ClippedOptimizer]:
+    """Parameters in two groups, the norms that they remember, and their optimizer."""
     params = weights(4)
     sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
     optimizer = own_history(params[:2], params[2:])
     remember(optimizer, sizes)
+    return params, sizes, optimizer
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_history_follows_its_parameter(change):
+    _, sizes, optimizer = four()
     change(optimizer)
     assert_follows(optimizer, sizes)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_copy_has_histories_in_the_order_of_its_parameters(change, how):
     """Made after parameters moved, and changed again before its first step."""
-    params = weights(4)
-    sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
-    optimizer = own_history(params[:2], params[2:])
-    remember(optimizer, sizes)
+    _, sizes, optimizer = four()
     change(optimizer)
     if how == "state_dict":
         groups = [weights(len(group["params"])) for group in optimizer.param_groups]
         other = own_history(*groups)
         other.load_state_dict(optimizer.state_dict())
+    elif how == "deepcopy":
+        other = copy.deepcopy(optimizer)
     else:
-        other = (
-            copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-        )
+        other = pickle.loads(pickle.dumps(optimizer))
     ours, theirs = (
         [p for group in one.param_groups for p in group["params"]] for one in (optimizer, other)
     )
@@ -128,31 +135,39 @@ def test_a_copy_has_histories_in_the_order_of_its_parameters(change, how):
     assert_follows(optimizer, sizes)
 
 
-def test_a_new_parameter_begins_its_history():
+@pytest.mark.parametrize("to", ["group", "groups"])
+def test_a_new_parameter_begins_its_history(to):
     a, b, c = weights(3)
     optimizer = own_history([a], [b])
     remember(optimizer, {a: 1.0, b: 100.0})
-    optimizer.param_groups[0]["params"].append(c)
+    if to == "group":
+        optimizer.param_groups[0]["params"].append(c)
+    else:
+        optimizer.add_param_group({"params": [c]})
     assert norms_after(optimizer, {a: 1.0, c: 7.0, b: 1e4}) == pytest.approx([1.0, 7.0, 105.0])
     assert norms_after(optimizer, {c: 1e4}) == pytest.approx([1.05 * 7.0])
 
 
 def test_a_group_may_lose_parameters_and_get_them_back():
     """As freezing and unfreezing do."""
-    params = weights(4)
-    sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
-    optimizer = own_history(params[:2], params[2:])
-    remember(optimizer, sizes)
+    _, sizes, optimizer = four()
     frozen = optimizer.param_groups[0]["params"].pop(0)
     remember(optimizer, {param: size for param, size in sizes.items() if param is not frozen})
     optimizer.add_param_group({"params": [frozen]})
     assert_follows(optimizer, sizes)
 
 
+def test_a_group_that_is_left_alone_for_a_while_keeps_its_histories():
+    _, sizes, optimizer = four()
+    optimizer.param_groups[0]["clip"] = None
+    norms_after(optimizer, sizes)
+    del optimizer.param_groups[0]["clip"]
+    assert_follows(optimizer, sizes)
+
+
 def test_a_parameter_that_takes_the_place_of_another_takes_over_its_history():
     a, b, c = weights(3)
-    optimizer = own_history([a, b])
-    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer = remembering({a: 1.0, b: 100.0})
     optimizer.param_groups[0]["params"][1] = c
     assert_follows(optimizer, {a: 1.0, c: 100.0})
     # The other one may come back, into the same place.
@@ -172,16 +187,15 @@ def test_parameters_that_were_made_anew_take_over_their_histories():
 
 
 def test_flat_gradients_of_another_order_keep_histories():
-    params = weights(3)
-    sizes = dict(zip(params, [1.0, 100.0, 1e4], strict=True))
-    optimizer = own_history(params)
-    remember(optimizer, sizes)
+    params, sizes, optimizer = four()
+    _exchange(optimizer)
     optimizer.flat = FlatGradients(params[::-1])
-    optimizer.param_groups[0]["params"].reverse()
+    _reverse(optimizer)
     for param, size in sizes.items():
         grad_of(param).copy_(torch.tensor([0.0, 2 * size]))
     optimizer.step()
-    assert [float(grad_of(p)[1]) for p in params] == pytest.approx([1.05, 105.0, 1.05e4])
+    found = [float(grad_of(p)[1]) for p in params]
+    assert found == pytest.approx([1.05, 105.0, 1.05e4, 1.05e6])
 
 
 def limits_of_groups(optimizer: ClippedOptimizer) -> list[float]:
@@ -249,8 +263,7 @@ def test_a_checkpoint_has_memories_by_the_positions_of_groups(rule):
 def test_a_checkpoint_from_before_a_parameter_was_met_is_loaded():
     """Its histories are fewer than the parameters."""
     a, b, c = weights(3)
-    optimizer = own_history([a, b])
-    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer = remembering({a: 1.0, b: 100.0})
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["params"] = [0, 1, 2]
     other = own_history([a, b, c])
@@ -285,8 +298,7 @@ def test_a_step_leaves_gradients_to_nothing_but_the_parameters(rule):
 def test_a_history_that_has_not_begun_is_saved(loaded):
     """Of a new parameter before the others, with no step since."""
     a, b, c = weights(3)
-    optimizer = own_history([a, b])
-    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer = remembering({a: 1.0, b: 100.0})
     if loaded:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[0]["params"].insert(0, c)
@@ -297,8 +309,7 @@ def test_a_history_that_has_not_begun_is_saved(loaded):
 
 def test_histories_of_a_rule_that_the_program_has_no_more_are_saved_or_begin():
     a, b, c = weights(3)
-    optimizer = own_history([a, b])
-    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer = remembering({a: 1.0, b: 100.0})
     other = own_history([a, b], rule=1.0)
     other.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(other.state_dict())

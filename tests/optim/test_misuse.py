@@ -6,9 +6,7 @@ itself, and numbers of rules as attributes of an optimizer.
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import warnings
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 import tritonclip
 from helpers.cases import normal, parameter, parameters
+from helpers.optimizers import COPIED
 from tritonclip import ClipByValue, ClippedOptimizer, ClippingWarning
 from tritonclip.engine import misuse
 
@@ -47,11 +46,9 @@ def test_third_call_in_a_row_without_a_gradient_warns_once(call):
     params = without_grads()
     call(params)
     call(params)
-
     with pytest.warns(ClippingWarning, match=NO_GRADIENT) as caught:
         call(params)
     assert [warning.filename for warning in caught] == [__file__]
-
     for _ in range(4):
         call(params)
         call(without_grads())
@@ -78,7 +75,6 @@ def test_lists_are_counted_one_by_one():
     for _ in range(2):
         for params in lists:
             tritonclip.clip_(params, 1.0)
-
     with pytest.warns(ClippingWarning, match=NO_GRADIENT):
         tritonclip.clip_(lists[1], 1.0)
 
@@ -104,16 +100,12 @@ def test_calls_that_find_a_gradient_between_do_not_warn(call):
             tritonclip.clip_(others, 1.0)
 
 
-def left_out():
-    params = without_grads()
+@pytest.mark.parametrize("n", [0, 2], ids=["no-parameters", "need_clip=False"])
+def test_lists_that_have_nothing_to_clip_do_not_warn(n):
+    params = without_grads(n)
     give(params)
     for one in params:
         one.need_clip = False
-    return params
-
-
-@pytest.mark.parametrize("params", [[], left_out()], ids=["no-parameters", "need_clip=False"])
-def test_lists_that_have_nothing_to_clip_do_not_warn(params):
     for _ in range(5):
         tritonclip.clip_(params, 1.0)
 
@@ -125,7 +117,6 @@ def test_calls_are_looked_at_no_more_once_a_gradient_was_found():
     give(params)
     tritonclip.clip_(params, 1.0)
     assert not misuse.calls
-
     # Nor where the list does not come back, which is then forgotten.
     tritonclip.clip_(others, 1.0)
     for _ in range(100):
@@ -139,11 +130,9 @@ def test_third_step_in_a_row_without_a_gradient_warns_once():
     optimizer = ClippedOptimizer(torch.optim.SGD(without_grads(), lr=0.1), 1.0)
     optimizer.step()
     optimizer.step()
-
     with pytest.warns(ClippingWarning, match=NO_STEP) as caught:
         optimizer.step()
     assert [warning.filename for warning in caught] == [__file__]
-
     for _ in range(4):
         optimizer.step()
 
@@ -158,18 +147,13 @@ def test_steps_that_find_a_gradient_between_do_not_warn():
         optimizer.step()
 
 
-def test_steps_without_a_gradient_to_clip_do_not_warn():
+@pytest.mark.parametrize("is_flat", [False, True], ids=["not-clipped", "flat"])
+def test_steps_without_a_gradient_to_clip_do_not_warn(is_flat):
     params = without_grads()
-    optimizer = ClippedOptimizer(torch.optim.SGD([{"params": params, "clip": None}], lr=0.1), 1.0)
-    for _ in range(4):
-        give(params)
-        optimizer.step()
-
-
-def test_steps_of_flat_gradients_do_not_warn():
-    params = without_grads()
-    flat = tritonclip.FlatGradients(params)
-    optimizer = ClippedOptimizer(torch.optim.SGD(params, lr=0.1), 1.0, flat=flat)
+    give(params)
+    flat = tritonclip.FlatGradients(params) if is_flat else None
+    group = {"params": params} if is_flat else {"params": params, "clip": None}
+    optimizer = ClippedOptimizer(torch.optim.SGD([group], lr=0.1), 1.0, flat=flat)
     for _ in range(4):
         optimizer.step()
 
@@ -190,111 +174,82 @@ def test_warnings_are_filtered_by_class():
 INNER = r"SGD\.step\(\) was called on the optimizer inside"
 
 
-def wrapped(n=3, **options):
-    parameters = [parameter(normal(4, seed=i)) for i in range(n)]
-    return parameters, ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1), 1.0, **options)
-
-
-def give_each(parameters):
-    for i, one in enumerate(parameters):
-        one.grad = normal(4, seed=i)
+def wrapped(**options) -> Any:
+    params = parameters([normal(4, seed=i) for i in range(3)])
+    return params, ClippedOptimizer(torch.optim.SGD(params, lr=0.1), 1.0, **options)
 
 
 def turn(parameters, optimizer):
-    """One turn of a training loop."""
-    give_each(parameters)
+    give(parameters)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def test_step_of_the_wrapped_optimizer_is_warned_of_once():
     _, optimizer = wrapped()
-
     with pytest.warns(UserWarning, match=INNER) as caught:
         optimizer.optimizer.step()
     optimizer.optimizer.step()
     assert [warning.filename for warning in caught] == [__file__]
-
     assert optimizer.stats.summary()["steps"] == 0
 
 
 def test_scheduler_of_the_wrapped_optimizer_does_not_warn():
     """It replaces `step` by a function that counts."""
-    parameters = [parameter(normal(4))]
-    inner = torch.optim.SGD(parameters, lr=0.1)
+    params = without_grads()
+    inner = torch.optim.SGD(params, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
     optimizer = ClippedOptimizer(inner, 1.0)
-
     for _ in range(2):
-        turn(parameters, optimizer)
+        turn(params, optimizer)
         scheduler.step()
 
 
 def test_wrapped_optimizer_is_free_without_its_wrapper():
-    parameters, optimizer = wrapped()
+    params, optimizer = wrapped()
     inner = optimizer.optimizer
     del optimizer
     gc.collect()
-
     inner.step()
     optimizer = ClippedOptimizer(inner, 1.0)
-
-    turn(parameters, optimizer)
+    turn(params, optimizer)
     with pytest.warns(UserWarning, match=INNER):
         inner.step()
 
 
 def test_failed_steps_leave_the_guard():
-    parameters, optimizer = wrapped(nonfinite="error")
-    parameters[0].grad.fill_(torch.nan)
+    params, optimizer = wrapped(nonfinite="error")
+    params[0].grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.step()
-
     with pytest.warns(UserWarning, match=INNER):
         optimizer.optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))],
-    ids=["deepcopy", "pickle"],
-)
+@COPIED
 def test_copies_are_guarded_too(copied):
     _, optimizer = wrapped()
-
     twin = copied(optimizer)
-
     twin.step()
     with pytest.warns(UserWarning, match=INNER):
         twin.optimizer.step()
 
 
 def test_distributed_checkpoint_fills_the_state_without_a_warning():
-    parameters = [parameter(normal(4))]
-    optimizer = ClippedOptimizer(torch.optim.Adam(parameters), 1.0)
-    model = torch.nn.Module()
-    model.weight = parameters[0]
-    parameters[0].grad = None
+    params, model = without_grads(1), torch.nn.Module()
+    model.weight = params[0]
+    optimizer = ClippedOptimizer(torch.optim.Adam(params), 1.0)
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         state: Any = get_optimizer_state_dict(model, optimizer)
-
     assert "exp_avg" in state["state"]["weight"]
 
 
-FIELDS = ("max_norm", "norm_type", "max_rms", "quantile")
-
-
-def an_optimizer() -> tritonclip.ClippedOptimizer:
-    weight = torch.nn.Parameter(torch.ones(2))
-    return tritonclip.ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)
-
-
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", ["max_norm", "norm_type", "max_rms", "quantile"])
 def test_optimizer_refuses_a_number_of_a_rule(field):
-    optimizer = an_optimizer()
+    _, optimizer = wrapped()
     before = dict(vars(optimizer))
     expected = rf"{field} belongs to a rule, .*such as optimizer\.\w+ = .*got {field} = 2\.0"
     with pytest.raises(AttributeError, match=expected):
@@ -304,18 +259,17 @@ def test_optimizer_refuses_a_number_of_a_rule(field):
 
 def test_optimizer_has_no_number_of_a_rule():
     with pytest.raises(AttributeError, match=r"expected optimizer\.clip, ClipByGlobalNorm\("):
-        _ = an_optimizer().max_norm
+        _ = wrapped()[1].max_norm
 
 
 def test_optimizer_takes_other_attributes():
     """Schedulers and trainers keep theirs on an optimizer."""
-    optimizer = an_optimizer()
-    optimizer.of_a_trainer = 3  # type: ignore[attr-defined]
+    _, optimizer = wrapped()
+    optimizer.of_a_trainer = 3
     # Puts a function in the place of `step`.
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()
-    assert optimizer.of_a_trainer == 3  # type: ignore[attr-defined]
+    assert optimizer.of_a_trainer == 3
     assert int(optimizer.stats.steps) == 1
 
 
@@ -325,25 +279,16 @@ def test_a_subclass_keeps_attributes_of_its_own():
             super().__init__(*args)
             self.warmup, self.eps, self.window = 5, 1e-3, 10
 
-    optimizer = Warming(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), 1.0)
+    optimizer = Warming(torch.optim.SGD(without_grads(1), lr=0.1), 1.0)
     assert (optimizer.warmup, optimizer.eps, optimizer.window) == (5, 1e-3, 10)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_refuses_them_too(copied):
-    optimizer = copied(an_optimizer())
-    assert optimizer.clip == tritonclip.ClipByGlobalNorm(1.0)
-    with pytest.raises(AttributeError, match="max_norm belongs to a rule"):
-        optimizer.max_norm = 2.0
-
-
 def test_max_consecutive_skips_may_be_replaced():
-    """As are skip_above and nonfinite; it was taken without effect."""
-    optimizer = an_optimizer()
+    params, optimizer = wrapped()
     optimizer.nonfinite = "skip"
     optimizer.max_consecutive_skips = 2
     assert optimizer.max_consecutive_skips == 2
-    optimizer.param_groups[0]["params"][0].grad = torch.full((2,), torch.nan)
+    params[0].grad.fill_(torch.nan)
     optimizer.step()
     with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
         optimizer.step()

@@ -20,6 +20,7 @@ from helpers.param_groups import (
     three_groups,
     values_of,
 )
+from helpers.training import count_readings
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, verify
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -90,10 +91,9 @@ def test_groups_that_are_all_none_are_left_alone():
 )
 def test_rule_of_a_group_may_change_between_steps(clip, expected):
     optimizer = grouped([[torch.tensor([3.0, 4.0])]], [9.0], ClipByGlobalNorm(2.5, eps=0.0))
+    optimizer.param_groups[0]["clip"] = clip
     if clip is ABSENT:
         del optimizer.param_groups[0]["clip"]
-    else:
-        optimizer.param_groups[0]["clip"] = clip
     optimizer.step()
     # A number means eps=1e-6, which is 2e-7 of the norm.
     torch.testing.assert_close(
@@ -223,11 +223,9 @@ def sparse_grad():
 
 
 def test_sparse_gradient_shares_the_norm_of_dense_ones():
-    sparse = torch.nn.Parameter(torch.zeros(3, 1))
-    sparse.grad = sparse_grad()
-    dense = parameter(torch.tensor([12.0]))
-    groups: list[dict[str, Any]] = [{"params": [sparse]}, {"params": [dense]}]
-    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), ClipByGlobalNorm(6.5, eps=0.0))
+    grads, rule = [[sparse_grad()], [torch.tensor([12.0])]], ClipByGlobalNorm(6.5, eps=0.0)
+    optimizer = grouped(grads, [ABSENT, ABSENT], rule)
+    sparse, dense = values_of(optimizer)
     optimizer.step()
     # The norm of 3, 4 and 12 is 13: the coefficient is 1/2.
     assert optimizer.stats.last_norm == 13.0
@@ -255,12 +253,10 @@ def test_sparse_group_takes_a_rule_of_its_own(own, expected):
 
 def test_sparse_groups_each_take_a_rule():
     """They have no address that says whether they share a gradient."""
-    tables = [torch.nn.Parameter(torch.zeros(3, 1)) for _ in range(2)]
-    for table in tables:
-        table.grad = sparse_grad()
     rules = [ClipByNorm(limit, eps=0.0) for limit in (2.5, 10.0)]
-    groups = [{"params": [t], "clip": rule} for t, rule in zip(tables, rules, strict=True)]
-    ClippedOptimizer(SGD(groups, lr=1.0), 1.0).step()
+    optimizer = grouped([[sparse_grad()], [sparse_grad()]], rules)
+    tables = values_of(optimizer)
+    optimizer.step()
     assert tables[0].tolist() == [[-1.5], [-2.0], [0.0]]
     assert tables[1].tolist() == [[-3.0], [-4.0], [0.0]]
 
@@ -290,33 +286,28 @@ def test_rules_stay_where_the_wrapped_optimizer_runs_no_hooks():
 
 @pytest.mark.parametrize("own", [0.5, None], ids=str)
 def test_step_of_groups_under_verify_needs_no_other_process(own):
-    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(4)
-    groups = [{"params": params[:1]}, {"params": params[1:], "clip": own}]
-    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
+    optimizer = grouped([[torch.ones(4)], [torch.ones(4)]], [ABSENT, own])
     with verify():
         optimizer.step()
     assert int(optimizer.stats.steps) == 1
 
 
-def with_nan(names):
-    """Two groups, the second gradient of the second with a NaN; named parameters or not."""
-    params = [parameter(normal(3, seed=i)) for i in range(4)]
+def with_nan(own=ABSENT, *, names=True):
+    """Two groups, the second gradient of the second with a NaN, under "error"."""
+    params = parameters([normal(3, seed=i) for i in range(4)])
     grad_of(params[3])[1] = math.nan
     labelled = list(zip(["a", "b", "c.weight", "c.bias"], params, strict=True))
     members: list[Any] = labelled if names else params
     groups: list[dict[str, Any]] = [{"params": members[:2]}, {"params": members[2:]}]
-    return groups
+    if own is not ABSENT:
+        groups[1]["clip"] = own
+    return ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
 
 
 @pytest.mark.parametrize("own", [ABSENT, 0.5, None], ids=["absent", "own", "None"])
 @pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
 def test_error_names_the_parameter(names, own):
-    groups = with_nan(names)
-    if own is not ABSENT:
-        groups[1]["clip"] = own
-    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    optimizer = with_nan(own, names=names)
     label = r"c\.bias$" if names else r"param_groups\[1\]\['params'\]\[1\]$"
     before = copies(grads_of(optimizer))
     with pytest.raises(RuntimeError, match=label):
@@ -328,31 +319,23 @@ def test_error_names_the_parameter(names, own):
 @pytest.mark.parametrize("own", [0.5, None], ids=["own", "None"])
 def test_error_says_why_a_norm_was_not_the_reason(own):
     """Only gradients under a rule have a norm to speak of."""
-    groups = with_nan(True)
-    groups[1]["clip"] = own
-    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
     with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
+        with_nan(own).step()
     assert ("total norm" in str(caught.value)) == (own is not None)
     assert "Non-finite gradients: c.bias" in str(caught.value)
 
 
 @pytest.mark.parametrize("own", [ABSENT, 0.5], ids=["absent", "own"])
 def test_error_skips_parameters_without_gradient_when_it_counts(own):
-    groups = with_nan(True)
-    if own is not ABSENT:
-        groups[1]["clip"] = own
-    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    optimizer = with_nan(own)
     values_of(optimizer)[0].grad = values_of(optimizer)[2].grad = None
     with pytest.raises(RuntimeError, match=r": c\.bias$"):
         optimizer.step()
 
 
 def test_error_names_a_parameter_that_was_added_by_hand():
-    groups = with_nan(True)
-    added = parameter(torch.full((2,), math.nan))
-    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
-    optimizer.param_groups[1]["params"].append(added)
+    optimizer = with_nan()
+    optimizer.param_groups[1]["params"].append(parameter(torch.full((2,), math.nan)))
     with pytest.raises(RuntimeError, match=r"c\.bias, param_groups\[1\]\['params'\]\[2\]$"):
         optimizer.step()
 
@@ -399,21 +382,10 @@ def test_step_without_any_gradient(nonfinite, zero_size):
 
 def test_every_group_is_measured_once(verbs, device, monkeypatch):
     """By one norm, which shows NaN and is that of an outlier too."""
-    measured = []
-    real = verbs.norm
-
-    def counted(batch, *args, **options):
-        measured.append(batch)
-        return real(batch, *args, **options)
-
-    monkeypatch.setattr(verbs, "norm", counted)
-    params = parameters([torch.ones(3, device=device), torch.ones(5, device=device)])
-    groups = [{"params": [one], "clip": 1.0} for one in params]
-    optimizer = ClippedOptimizer(
-        torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite="skip", skip_above=100.0
-    )
-    optimizer.step()
-    assert len(measured) == len(groups)
+    measured = count_readings(monkeypatch, verbs)
+    grads = [[torch.ones(n, device=device)] for n in (3, 5)]
+    grouped(grads, [1.0, 1.0], nonfinite="skip", skip_above=100.0).step()
+    assert len(measured) == 2
 
 
 def test_statistics_follow_parameters_to_another_device():

@@ -13,8 +13,17 @@ import torch
 from torch.optim import SGD
 
 import tritonclip
-from helpers.cases import assert_bits, copies, grad_of
-from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, wrapped
+from helpers.cases import grad_of
+from helpers.loss_scale import scaled_step
+from helpers.training import (
+    give_grads,
+    interrupted_step,
+    new_params,
+    sgd,
+    step_on,
+    unchanged,
+    wrapped,
+)
 from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer, FlatGradients
 
 
@@ -27,14 +36,12 @@ def numbers(rows: list[dict[str, str]], column: str) -> list[float]:
     return [float(row[column]) if row[column] else math.nan for row in rows]
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_every_step_is_a_row(tmp_path, make):
     norms, limits, coefficients = [], [], []
     with tritonclip.record(tmp_path / "run.csv", every=4) as recorder:
         params, optimizer = wrapped(make, ClipByQuantile(0.5, 9), recorder=recorder)
         for step in range(10):
-            give_grads(params, step, size=1.0 + step % 3)
-            optimizer.step()
+            step_on(params, optimizer, step, size=1.0 + step % 3)
             norms.append(float(optimizer.stats.last_norm))
             limits.append(float(optimizer.stats.last_limit))
             coefficients.append(float(optimizer.stats.last_coefficient))
@@ -45,13 +52,11 @@ def test_every_step_is_a_row(tmp_path, make):
     assert numbers(rows, "coefficient") == pytest.approx(coefficients, rel=1e-6)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_skipped_steps_are_rows(tmp_path, make):
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         params, optimizer = wrapped(make, nonfinite="skip", skip_above=20.0, recorder=recorder)
         for bad, size in ((None, 1.0), (math.nan, 1.0), (None, 100.0), (None, 2.0)):
-            give_grads(params, size=size, bad=bad)
-            optimizer.step()
+            step_on(params, optimizer, size=size, bad=bad)
     rows = rows_of(tmp_path / "run.csv")
     assert numbers(rows, "skipped") == [0, 1, 1, 0]
     norms = numbers(rows, "norm")
@@ -59,34 +64,23 @@ def test_skipped_steps_are_rows(tmp_path, make):
     assert norms[2] == pytest.approx(100 * norms[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_overflows_of_a_scaler_are_skipped_rows(tmp_path, scaler, make):
+def test_overflows_of_a_scaler_are_skipped_rows(tmp_path, scaler_type, make):
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         params, optimizer = wrapped(make, recorder=recorder)
-        scale = scaler("cpu", init_scale=64.0)
+        scale = scaler_type("cpu", init_scale=64.0)
         for bad in (None, math.inf, None):
-            give_grads(params, bad=bad)
-            for param in params:
-                grad_of(param).mul_(scale.scale(torch.ones(())))
-            scale.step(optimizer)
-            scale.update()
+            scaled_step(scale, optimizer, params, give_grads(params, bad=bad))
     # torch's scaler does not call a step that it leaves out, unless the optimizer looks itself.
-    is_called = scaler is tritonclip.GradScaler or optimizer._step_supports_amp_scaling
+    is_called = scaler_type is tritonclip.GradScaler or optimizer._step_supports_amp_scaling
     expected = [0, 1, 0] if is_called else [0, 0]
     assert numbers(rows_of(tmp_path / "run.csv"), "skipped") == expected
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_norms_of_a_scaler_are_unscaled(tmp_path, scaler, make):
+def test_norms_of_a_scaler_are_unscaled(tmp_path, scaler_type, make):
     with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         params, optimizer = wrapped(make, recorder=recorder)
-        scale = scaler("cpu", init_scale=64.0)
         grads = give_grads(params)
-        for param in params:
-            grad_of(param).mul_(scale.scale(torch.ones(())))
-        scale.step(optimizer)
+        scaled_step(scaler_type("cpu", init_scale=64.0), optimizer, params, grads)
     (row,) = rows_of(tmp_path / "run.csv")
     norm = float(tritonclip.get_total_norm(grads))
     assert float(row["norm"]) == pytest.approx(norm, rel=1e-6)
@@ -122,8 +116,7 @@ def test_groups_with_a_rule_have_columns(tmp_path):
     ]
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 1.0, recorder=recorder)
-        grads = give_grads(params)
-        optimizer.step()
+        grads = step_on(params, optimizer)
         params[1].grad = None
         optimizer.step()
     rows = rows_of(tmp_path / "run.csv")
@@ -136,8 +129,7 @@ def test_groups_with_a_rule_have_columns(tmp_path):
 def test_a_rule_without_a_norm_of_all_records_it(tmp_path, rule):
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         params, optimizer = wrapped(sgd, rule, recorder=recorder)
-        grads = give_grads(params)
-        optimizer.step()
+        grads = step_on(params, optimizer)
     (row,) = rows_of(tmp_path / "run.csv")
     assert float(row["norm"]) == pytest.approx(float(tritonclip.get_total_norm(grads)), rel=1e-6)
     is_unknown = [row[name] == "" for name in ("coefficient", "limit")]
@@ -149,15 +141,13 @@ def test_a_resumed_run_counts_on(tmp_path):
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         optimizer.recorder = recorder
         for _ in range(3):
-            give_grads(params)
-            optimizer.step()
+            step_on(params, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
     params, other = wrapped(sgd)
     with tritonclip.record(tmp_path / "again.csv") as recorder:
         other.recorder = recorder
         other.load_state_dict(saved)
-        give_grads(params)
-        other.step()
+        step_on(params, other)
     assert rows_of(tmp_path / "again.csv")[0]["step"] == "4"
 
 
@@ -175,8 +165,7 @@ def test_recorder_must_be_one():
 def test_a_parameter_that_is_frozen_later_leaves_its_column_empty(tmp_path):
     with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         params, optimizer = wrapped(sgd, recorder=recorder)
-        give_grads(params)
-        optimizer.step()
+        step_on(params, optimizer)
         params[1].requires_grad_(False)
         params[1].grad = None
         optimizer.step()
@@ -187,13 +176,10 @@ def test_a_parameter_that_is_frozen_later_leaves_its_column_empty(tmp_path):
 def test_a_new_column_is_refused_before_the_step(tmp_path):
     with tritonclip.record(tmp_path / "run.csv") as recorder:
         params, optimizer = wrapped(sgd, recorder=recorder)
-        give_grads(params)
-        optimizer.step()
-        before = copies(params)
+        step_on(params, optimizer)
         optimizer.param_groups[0]["clip"] = 1.0
-        with pytest.raises(ValueError, match="same names"):
+        with pytest.raises(ValueError, match="same names"), unchanged(params, optimizer):
             optimizer.step()
-        assert_bits(params, before)
 
 
 def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
@@ -202,8 +188,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
     recorder = tritonclip.record(folder / "run.csv", every=2)
     params, optimizer = wrapped(sgd, recorder=recorder)
     folder.rmdir()
-    give_grads(params)
-    optimizer.step()
+    step_on(params, optimizer)
     with pytest.warns(RuntimeWarning, match="could not write"):
         optimizer.step()
     folder.mkdir()
@@ -212,16 +197,10 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
 
 
 def test_a_step_that_is_repeated_is_a_row_of_the_recorder_that_is_there_then(tmp_path, monkeypatch):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
     with tritonclip.record(tmp_path / "1.csv", each=True) as recorder:
         params, optimizer = wrapped(sgd, recorder=recorder)
         give_grads(params)
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer.optimizer, "step", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
+        interrupted_step(monkeypatch, optimizer)
     with tritonclip.record(tmp_path / "2.csv", each=True) as other:
         optimizer.recorder = other
         optimizer.step()

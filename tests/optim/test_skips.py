@@ -13,34 +13,34 @@ import torch
 from torch import Tensor
 
 import tritonclip
-from helpers.cases import NoHostRead, assert_bits, copies, grad_of
+from helpers.cases import NoHostRead, assert_bits, copies, grad_of, parameters
+from helpers.loss_scale import scaled_step
 from helpers.serving import decided_on_device
-from helpers.training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
-from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
+from helpers.training import (
+    INNERS,
+    PLAIN_AND_FUSED,
+    RULES,
+    closure_of,
+    give_grads,
+    sgd,
+    state_of,
+    step_on,
+    unchanged,
+    wrapped,
+)
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
 from tritonclip.optim import watches
 from tritonclip.optim.watches import DELAY_STEPS, SkipWatch
 
-CLIPS: list[Any] = [
-    pytest.param(1.0, id="global"),
-    pytest.param(tritonclip.ClipByGlobalNorm(1.0, math.inf), id="global p=inf"),
-    pytest.param(ClipByNorm(1.0), id="by-norm"),
-    pytest.param(ClipByValue(0.5), id="by-value"),
-]
 
-
-@pytest.mark.parametrize("rule", CLIPS)
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("rule", [*RULES, pytest.param(ClipByGlobalNorm(1.0, math.inf), id="inf")])
 def test_skip_above_leaves_everything_as_it_was(make, rule):
     """The 2-norm of all is compared, whatever the rule measures: 6.6 and 664 here."""
     params, optimizer = wrapped(make, rule, skip_above=20.0)
-    give_grads(params)
-    optimizer.step()
-    before, state = copies(params), state_of(optimizer, params)
-    give_grads(params, size=100.0)
-    optimizer.step()
-    assert_bits(params, before)
-    assert_bits(state_of(optimizer, params), state)
+    step_on(params, optimizer)
+    with unchanged(params, optimizer):
+        step_on(params, optimizer, size=100.0)
     summary = optimizer.stats.summary()
     assert (summary["steps"], summary["skipped_steps"]) == (1, 1)
 
@@ -48,8 +48,7 @@ def test_skip_above_leaves_everything_as_it_was(make, rule):
 @pytest.mark.parametrize("own", [ClipByNorm(1.0), ClipByValue(0.5)], ids=["by-norm", "by-value"])
 @pytest.mark.parametrize(("above", "skipped"), [(4.9, 1), (5.1, 0)])
 def test_skip_above_compares_the_norm_of_all_groups(own, above, skipped):
-    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    params[0].grad, params[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    params = parameters([torch.tensor([3.0]), torch.tensor([4.0])])
     groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": own}]
     optimizer = ClippedOptimizer(sgd(groups), 1.0, skip_above=above)
     optimizer.step()
@@ -61,9 +60,7 @@ def test_skip_above_compares_the_norm_of_all_groups(own, above, skipped):
 def test_skip_above_compares_the_groups_behind_one_that_does_not_count(first):
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     rules: list[Any] = [None if first == "not clipped" else 1.0, 1.0, 2.0]
-    groups: list[dict[str, Any]] = [
-        {"params": [param], "clip": rule} for param, rule in zip(params, rules, strict=True)
-    ]
+    groups = [{"params": [p], "clip": rule} for p, rule in zip(params, rules, strict=True)]
     optimizer = ClippedOptimizer(sgd(groups), 1.0)
     for skipped, above in enumerate((5.1, 4.9)):
         if first == "not clipped":
@@ -77,16 +74,14 @@ def test_skip_above_compares_the_groups_behind_one_that_does_not_count(first):
 @pytest.mark.parametrize(("norm_type", "above", "skipped"), [(math.inf, 4.5, 1), (1.0, 6.0, 0)])
 def test_skip_above_compares_the_two_norm_whatever_the_rule_measures(norm_type, above, skipped):
     """The 2-norm is 5 here, the largest element 4, and the sum 7."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([3.0, 4.0])
-    rule = tritonclip.ClipByGlobalNorm(1.0, norm_type)
-    optimizer = ClippedOptimizer(sgd([param]), rule, skip_above=above)
+    params, rule = parameters([torch.tensor([3.0, 4.0])]), ClipByGlobalNorm(1.0, norm_type)
+    optimizer = ClippedOptimizer(sgd(params), rule, skip_above=above)
     optimizer.step()
     assert optimizer.stats.summary()["skipped_steps"] == skipped
 
 
 def test_skip_above_takes_no_gradient_for_no_outlier():
-    _, optimizer = wrapped(sgd, 1.0, skip_above=1.0)
+    _, optimizer = wrapped(sgd, skip_above=1.0)
     optimizer.step()
     summary = optimizer.stats.summary()
     assert (summary["steps"], summary["skipped_steps"]) == (1, 0)
@@ -97,25 +92,19 @@ def test_outliers_between_steps_leave_no_trace(make):
     params, optimizer = wrapped(make, 1.0, skip_above=20.0)
     twins, other = wrapped(make, 1.0)
     for number in range(6):
-        give_grads(params, number, size=100.0)
-        optimizer.step()
-        for each in (params, twins):
-            give_grads(each, number)
-        optimizer.step()
-        other.step()
+        step_on(params, optimizer, number, size=100.0)
+        for own, its in ((params, optimizer), (twins, other)):
+            step_on(own, its, number)
     assert_bits(params, copies(twins))
     assert_bits(state_of(optimizer, params), state_of(other, twins))
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_inf_is_skipped_before_it_is_an_error(make):
     """Whoever decides, the host or a fused optimizer; NaN is above no bound."""
     params, optimizer = wrapped(make, nonfinite="error", skip_above=1e30)
-    give_grads(params, bad=math.inf)
-    before = copies(params)
-    optimizer.step()
+    with unchanged(params):
+        step_on(params, optimizer, bad=math.inf)
     assert int(optimizer.stats.skipped_steps) == 1
-    assert_bits(params, before)
     give_grads(params, bad=math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         optimizer.step()
@@ -134,9 +123,8 @@ def test_inf_is_skipped_before_it_is_an_error(make):
 )
 @pytest.mark.parametrize("deferred", [False, True], ids=["host", "deferred"])
 def test_a_bound_is_compared_in_the_dtype_of_the_norm(dtype, above, skipped, deferred):
-    weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
-    optimizer = ClippedOptimizer(sgd([weight]), 1.0, skip_above=above)
-    weight.grad = torch.tensor([0.1], dtype=dtype)
+    params = parameters([torch.tensor([0.1], dtype=dtype)])
+    optimizer = ClippedOptimizer(sgd(params), 1.0, skip_above=above)
     with decided_on_device() if deferred else nullcontext():
         optimizer.step()
     assert int(optimizer.stats.skipped_steps) == skipped
@@ -151,14 +139,12 @@ def test_unclipped_gradients_do_not_count():
     assert int(optimizer.stats.steps) == 1
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 def test_outlier_skips_spikes_once_half_a_window_is_filled(make):
     params, optimizer = wrapped(make, skip_above=Outlier(4.0, 16))
     skipped = []
     for step in range(40):
         # The window forgets the first spike after 16 steps; the second it remembers at the third.
-        give_grads(params, size=100.0 if step in (2, 25, 26) else 1.0 + 0.1 * (step % 3))
-        optimizer.step()
+        step_on(params, optimizer, size=100.0 if step in (2, 25, 26) else 1.0 + 0.1 * (step % 3))
         if int(optimizer.stats.consecutive_skips):
             skipped.append(step)
     assert skipped == [25]
@@ -167,24 +153,16 @@ def test_outlier_skips_spikes_once_half_a_window_is_filled(make):
 def test_outlier_accepts_a_new_level():
     params, optimizer = wrapped(sgd, skip_above=Outlier(4.0, 16))
     for size in [1.0, 1.1] * 10 + [50.0, 51.0] * 10:
-        give_grads(params, size=size)
-        optimizer.step()
+        step_on(params, optimizer, size=size)
     assert int(optimizer.stats.consecutive_skips) == 0
     assert 1 <= int(optimizer.stats.skipped_steps) < 10
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_skip_above_compares_unscaled_norms(scaler, make):
+def test_skip_above_compares_unscaled_norms(scaler_type, make):
     params, optimizer = wrapped(make, skip_above=20.0)
-    scale = scaler("cpu", init_scale=1024.0)
+    scale = scaler_type("cpu", init_scale=1024.0)
     for size in (1.0, 100.0):
-        give_grads(params, size=size)
-        factor = scale.scale(torch.ones(()))
-        for param in params:
-            grad_of(param).mul_(factor)
-        scale.step(optimizer)
-        scale.update()
+        scaled_step(scale, optimizer, params, give_grads(params, size=size))
         assert scale.get_scale() == 1024.0
     assert optimizer.stats.summary()["steps"] == 1
     assert optimizer.stats.summary()["skipped_steps"] == 1
@@ -192,17 +170,10 @@ def test_skip_above_compares_unscaled_norms(scaler, make):
 
 def test_skip_above_looks_at_a_closure_first():
     params, optimizer = wrapped(sgd, skip_above=20.0)
-    before, losses = copies(params), []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = 100.0 * sum((param.square().sum() for param in params), torch.zeros(()))
-        loss.backward()
-        losses.append(loss)
-        return loss
-
-    assert optimizer.step(closure) is losses[0]
-    assert_bits(params, before)
+    distance = torch.stack([((param - 1) ** 2).sum() for param in params]).sum()
+    with unchanged(params, optimizer):
+        loss = optimizer.step(closure_of(params, optimizer, [100.0]))
+    assert loss == distance
     assert int(optimizer.stats.skipped_steps) == 1
 
 
@@ -222,25 +193,18 @@ def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, loss
             optimizer.step()
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("how", ["nonfinite", "skip_above"])
 def test_too_many_skips_in_a_row_raise(how, make):
     options: dict[str, Any] = {"nonfinite": "skip"} if how == "nonfinite" else {"skip_above": 20.0}
     params, optimizer = wrapped(make, max_consecutive_skips=3, **options)
-
-    def step(ok: bool) -> None:
-        give_grads(params, size=1.0 if ok else math.inf)
-        optimizer.step()
-
-    for ok in (False, False, True, False, False):
-        step(ok)
-    before = copies(params)
-    with pytest.raises(RuntimeError, match="3 steps in a row were skipped"):
-        step(False)
-    assert_bits(params, before)
+    for size in (math.inf, math.inf, 1.0, math.inf, math.inf):
+        step_on(params, optimizer, size=size)
+    error = pytest.raises(RuntimeError, match="3 steps in a row were skipped")
+    with error, unchanged(params, optimizer):
+        step_on(params, optimizer, size=math.inf)
     # It goes on where the user does.
-    step(True)
-    step(False)
+    for size in (1.0, math.inf):
+        step_on(params, optimizer, size=size)
     assert int(optimizer.stats.steps) == 2
 
 
@@ -298,8 +262,7 @@ def test_repr_shows_skip_above_where_it_is_set(above):
 
 def test_skip_above_may_be_replaced():
     params, optimizer = wrapped(sgd, skip_above=1e-3)
-    give_grads(params)
-    optimizer.step()
+    step_on(params, optimizer)
     optimizer.skip_above = None
     optimizer.step()
     assert optimizer.stats.summary()["steps"] == 1
@@ -309,12 +272,8 @@ def test_skip_above_may_be_replaced():
 
 def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
     """No step waits for its own count; the error comes so many steps later."""
-    params, optimizer = wrapped(
-        PLAIN_AND_FUSED[1].values[0],
-        device=cuda_backend.device,
-        nonfinite="skip",
-        max_consecutive_skips=3,
-    )
+    options: dict[str, Any] = {"nonfinite": "skip", "max_consecutive_skips": 3}
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], 1.0, cuda_backend.device, **options)
     give_grads(params, bad=math.nan)
     for _ in range(2 + DELAY_STEPS):
         optimizer.step()
@@ -328,16 +287,15 @@ def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
     monkeypatch.setattr(watches, "is_captured", lambda device: False)
     watch = SkipWatch(3)
 
-    def look(n: int) -> None:
-        on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), value=n)
-        watch.look(on_gpu, synced=False)
+    def on_gpu(n: int) -> Any:
+        return SimpleNamespace(device=torch.device("cuda"), value=n)
 
     for n in range(1, 3 + DELAY_STEPS):
-        look(n)
+        watch.look(on_gpu(n), synced=False)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        look(3 + DELAY_STEPS)
+        watch.look(on_gpu(3 + DELAY_STEPS), synced=False)
     for _ in range(DELAY_STEPS):
-        look(3)
+        watch.look(on_gpu(3), synced=False)
 
 
 class _Mps(torch.Tensor):
@@ -380,19 +338,16 @@ def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
     optimizer._log.watch = Late(2)
     saved = optimizer.state_dict()
     with decided_on_device():
-        give_grads(params, bad=math.nan)
-        optimizer.step()
+        step_on(params, optimizer, bad=math.nan)
         optimizer.step()
         optimizer.load_state_dict(saved)
-        give_grads(params)
-        optimizer.step()
+        step_on(params, optimizer)
     assert int(optimizer.stats.consecutive_skips) == 0
 
 
 def test_skips_that_the_host_has_decided_raise_at_once():
     params, optimizer = wrapped(PLAIN_AND_FUSED[0].values[0], nonfinite="skip")
     optimizer._log.watch = Late(2)
-    give_grads(params, bad=math.nan)
-    optimizer.step()
+    step_on(params, optimizer, bad=math.nan)
     with pytest.raises(RuntimeError, match="2 steps in a row"):
         optimizer.step()

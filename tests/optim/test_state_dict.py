@@ -1,10 +1,9 @@
-"""state_dict and load_state_dict of ClippedOptimizer: those of the bare one, and statistics."""
+"""Checkpoints of ClippedOptimizer, those of the bare one and statistics; and copies of it."""
 
 from __future__ import annotations
 
-import io
 import math
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -14,19 +13,25 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 from torch.utils._pytree import tree_map_only
 
-from helpers.cases import grad_of
+from helpers.cases import assert_bits, copies, grad_of
 from helpers.optimizers import (
+    CLASSES,
+    COPIED,
     EVERY,
     LIMIT,
     ONE_OF_EACH,
+    OPTIONS,
     assert_same,
     assert_same_state,
+    assert_shared,
     build,
     made,
     one_weight,
+    torch_saved,
     train,
 )
 from tritonclip import (
+    ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
     ClipByOwnQuantile,
@@ -112,10 +117,7 @@ def test_state_dict_loads_with_weights_only(name, options):
     wrapper = ClippedOptimizer(build(name, params, options), LIMIT)
     wrapper.param_groups[0]["clip"] = ClipByNorm(0.5)
     train(name, wrapper, params)
-    file = io.BytesIO()
-    torch.save(wrapper.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = torch_saved(wrapper.state_dict(), weights_only=True)
     expected = wrapper.state_dict()
     assert loaded.pop("param_groups") == expected.pop("param_groups")
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0, equal_nan=True)
@@ -153,9 +155,13 @@ def optimizer_with(rule: Any) -> tuple[list[torch.nn.Parameter], ClippedOptimize
     return weights, ClippedOptimizer(inner, rule, skip_above=Outlier(window=6), nonfinite="skip")
 
 
-def step_with(weights: list[torch.nn.Parameter], optimizer: ClippedOptimizer, size: float) -> None:
+def give(weights: list[torch.nn.Parameter], *grad: float) -> None:
     for weight in weights:
-        weight.grad = torch.tensor([size, 1.0])
+        weight.grad = torch.tensor(grad)
+
+
+def step_with(weights: list[torch.nn.Parameter], optimizer: ClippedOptimizer, size: float) -> None:
+    give(weights, size, 1.0)
     optimizer.loss = size
     optimizer.step()
 
@@ -211,14 +217,12 @@ def test_damaged_state_is_refused_as_a_whole_or_goes_on(rule, data):
 def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
     weights, state = optimizer_with(rule)[0], ClipState()
     for size in (1.0, 3.0):
-        for weight in weights:
-            weight.grad = torch.tensor([size, 1.0])
+        give(weights, size, 1.0)
         clip_(weights, rule, state=state)
     saved = state.state_dict()
     damage(data, saved)
     other = ClipState()
-    for weight in weights:
-        weight.grad = torch.tensor([3.0, 4.0])
+    give(weights, 3.0, 4.0)
     try:
         other.load_state_dict(saved)
         clip_(weights, rule, state=other)
@@ -226,6 +230,13 @@ def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
         assert [grad_of(weight).tolist() for weight in weights] == [[3.0, 4.0]] * 2
     else:
         assert float(grad_of(weights[0]).norm()) <= 5.0
+
+
+def saved_and_new() -> tuple[dict[str, Any], ClippedOptimizer]:
+    """A checkpoint after a step, and an optimizer for it."""
+    (_, source), (_, target) = one_weight(momentum=0.5), one_weight(momentum=0.5)
+    source.step()
+    return source.state_dict(), target
 
 
 @pytest.mark.parametrize(
@@ -245,11 +256,8 @@ def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
     ids=str,
 )
 def test_damaged_entry_is_named_and_nothing_is_loaded(name, value):
-    _, source = one_weight(momentum=0.5)
-    source.step()
-    saved = source.state_dict()
+    saved, target = saved_and_new()
     saved["tritonclip"][name] = value
-    _, target = one_weight(momentum=0.5)
     before = deepcopy(target.state_dict())
     with pytest.raises(ValueError, match=name.title() if name == "recorder" else name):
         target.load_state_dict(saved)
@@ -259,13 +267,12 @@ def test_damaged_entry_is_named_and_nothing_is_loaded(name, value):
 
 @pytest.mark.parametrize("damaged", [b"no archive", 5, "text"])
 def test_damaged_bytes_in_a_group_are_refused(damaged):
-    _, source = one_weight()
-    saved = source.state_dict()
+    saved, target = saved_and_new()
     # As torch.distributed.checkpoint carries it.
     del saved["tritonclip"]
     saved["param_groups"][0]["tritonclip"] = damaged
     with pytest.raises(ValueError, match="must be bytes that state_dict"):
-        one_weight()[1].load_state_dict(saved)
+        target.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"param_groups": 3}, {"param_groups": [3]}])
@@ -274,21 +281,72 @@ def test_what_is_no_checkpoint_is_refused(state):
         one_weight()[1].load_state_dict(state)
 
 
-def test_counts_come_back_as_far_as_they_go():
-    _, source = one_weight(momentum=0.5)
-    source.step()
-    saved = source.state_dict()
-    saved["tritonclip"]["calls"] = 2**62 - 1
-    _, target = one_weight(momentum=0.5)
-    target.load_state_dict(saved)
-    assert int(target.state_dict()["tritonclip"]["calls"]) == 2**62 - 1
-
-
-def test_calls_that_are_missing_begin_anew():
-    _, source = one_weight(momentum=0.5)
-    source.step()
-    saved = source.state_dict()
+@pytest.mark.parametrize("calls", [{"calls": 2**62 - 1}, {}], ids=["most", "missing"])
+def test_counts_come_back_as_far_as_they_go_or_begin_anew(calls):
+    saved, target = saved_and_new()
     del saved["tritonclip"]["calls"]
-    _, target = one_weight(momentum=0.5)
+    saved["tritonclip"].update(calls)
     target.load_state_dict(saved)
-    assert int(target.state_dict()["tritonclip"]["calls"]) == 0
+    assert int(target.state_dict()["tritonclip"]["calls"]) == calls.get("calls", 0)
+
+
+# A copy of torch's LBFGS cannot step: it lacks the attribute _params, wrapped or not.
+COPYABLE = pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, OPTIONS.get(name, [{}])[0], id=name)
+        for name in CLASSES
+        if name != "LBFGS"
+    ],
+)
+
+
+@pytest.mark.covering(1)
+@COPIED
+@COPYABLE
+def test_copy_goes_on_identically_and_apart(name, options, copied):
+    ours = made(name)
+    source = ClippedOptimizer(build(name, ours, options), LIMIT)
+    train(name, source, ours)
+    theirs, target = copied((ours, source))
+    left_alone = copies(ours)
+    train(name, target, theirs)
+    assert_bits(ours, left_alone)
+    train(name, source, ours)
+    assert_same(target, theirs, source, ours)
+    assert target.stats.summary() == source.stats.summary()
+
+
+@COPIED
+def test_copy_keeps_rules_and_policy(copied):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    inner = SGD([{"params": [weight], "clip": ClipByNorm(0.5)}])
+    options: dict[str, Any] = {"nonfinite": "skip", "max_consecutive_skips": 3}
+    target = copied(ClippedOptimizer(inner, ClipByGlobalNorm(2.0, 1.0), **options))
+    assert target.clip == ClipByGlobalNorm(2.0, 1.0)
+    assert (target.nonfinite, target.max_consecutive_skips) == ("skip", 3)
+    assert target.param_groups[0]["clip"] == ClipByNorm(0.5)
+    assert "clip" not in target.state_dict()["param_groups"][0]
+    assert_shared(target)
+
+
+@COPIED
+def test_copy_counts_as_a_wrapper(copied):
+    _, wrapper = one_weight()
+    target = copied(wrapper)
+    with pytest.raises(ValueError, match="wrapped already"):
+        ClippedOptimizer(target.optimizer, LIMIT)
+
+
+def test_shallow_copy_shares_everything_with_the_wrapper():
+    weight, wrapper = one_weight()
+    twin = copy(wrapper)
+    twin.step()
+    wrapper.step()
+    assert twin.optimizer is wrapper.optimizer
+    assert twin.stats is wrapper.stats
+    assert int(wrapper.stats.steps) == 2
+    assert weight.tolist() == [-3.0, -4.0]
+    assert isinstance(twin, ClippedOptimizer)
+    with pytest.raises(ValueError, match="optimizer is a ClippedOptimizer"):
+        ClippedOptimizer(twin, LIMIT)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.cases import NoHostRead
+from helpers.cases import NoHostRead, copies
 from helpers.units import assert_clipped, expected
 from tritonclip import ClipByUnitNorm, ClippedOptimizer, FlatGradients
 
@@ -24,22 +24,28 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def backward(model: torch.nn.Module) -> None:
-    loss_of(model).backward()
-
-
 def grads(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return copies(p.grad for p in model.parameters() if p.grad is not None)
+
+
+def evaluated(
+    make_rule: Any, lr: float = 0.1, *, flat: bool = False
+) -> tuple[torch.nn.Sequential, ClippedOptimizer, list[torch.Tensor]]:
+    """A model after backward, its optimizer under the rule made of it, and its gradients."""
+    model = make_model()
+    buffers = FlatGradients(model) if flat else None
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = ClippedOptimizer(inner, make_rule(model), flat=buffers)
+    loss_of(model).backward()
+    return model, optimizer, grads(model)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
 def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
-    model = make_model()
-    rule = ClipByUnitNorm(0.01, exclude=model[2])
-    buffers = FlatGradients(model) if flat else None
-    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule, flat=buffers)
-    backward(model)
-    before = grads(model)
+    model, optimizer, before = evaluated(
+        lambda model: ClipByUnitNorm(0.01, exclude=model[2]), 0.0, flat=flat
+    )
+    rule: Any = optimizer.clip
     optimizer.step()
     for i, (one, grad) in enumerate(zip(model.parameters(), before, strict=True)):
         assert one.grad is not None
@@ -51,13 +57,11 @@ def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
 def test_step_refuses_to_exclude_parameters_of_another_model(flat):
-    model = make_model()
-    other = copy.deepcopy(model)
-    rule = ClipByUnitNorm(0.01, exclude=other[2])
-    buffers = FlatGradients(model) if flat else None
-    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, flat=buffers)
-    backward(model)
-    before = [*grads(model), *(p.detach().clone() for p in model.parameters())]
+    other = make_model()
+    model, optimizer, before = evaluated(
+        lambda _: ClipByUnitNorm(0.01, exclude=other[2]), flat=flat
+    )
+    before += copies(model.parameters())
     with pytest.raises(ValueError, match="none of which is among the 4"):
         optimizer.step()
     now = [*grads(model), *model.parameters()]
@@ -69,17 +73,14 @@ def test_a_rule_of_groups_may_exclude_parameters_of_one_of_them():
     rule = ClipByUnitNorm(0.0, exclude=model[2])
     groups = [{"params": layer.parameters(), "clip": rule} for layer in (model[0], model[2])]
     optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
-    backward(model)
+    loss_of(model).backward()
     optimizer.step()
     assert [bool(grad.any()) for grad in grads(model)] == [False, False, True, True]
 
 
 def test_stats_have_the_least_coefficient_of_all_units():
-    model = make_model()
     rule = ClipByUnitNorm(0.01)
-    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule)
-    backward(model)
-    before = grads(model)
+    model, optimizer, before = evaluated(lambda _: rule, 0.0)
     least = min(
         float((torch.from_numpy(expected(g, p, rule)) / g.double()).nan_to_num(nan=1.0).min())
         for g, p in zip(before, model.parameters(), strict=True)
@@ -92,9 +93,7 @@ def test_stats_have_the_least_coefficient_of_all_units():
 
 
 def test_a_step_within_all_limits_is_not_counted_as_clipped():
-    model = make_model()
-    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ClipByUnitNorm(1e6))
-    backward(model)
+    _, optimizer, _ = evaluated(lambda _: ClipByUnitNorm(1e6))
     optimizer.step()
     stats = optimizer.stats.summary()
     assert (stats["steps"], stats["clipped_steps"], stats["coefficient"]) == (1, 0, 1.0)
@@ -107,9 +106,8 @@ def test_parameter_groups_may_have_rules_by_unit():
         {"params": model[2].parameters()},
     ]
     optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1e9)
-    backward(model)
-    before = grads(model)
-    weights = [p.detach().clone() for p in model.parameters()]
+    loss_of(model).backward()
+    before, weights = grads(model), copies(model.parameters())
     optimizer.step()
     after = grads(model)
     assert_clipped(after[0], expected(before[0], weights[0], ClipByUnitNorm(0.001)))
@@ -127,7 +125,7 @@ def test_scaler_unscales_before_the_comparison_also_what_is_excluded(kind):
         for _ in range(3):
             optimizer.zero_grad()
             if scaler is None:
-                backward(model)
+                loss_of(model).backward()
                 optimizer.step()
             else:
                 scaler.scale(loss_of(model)).backward()
@@ -142,10 +140,7 @@ def test_copied_optimizer_excludes_the_parameters_of_the_copy(together):
     model = make_model()
     rule = ClipByUnitNorm(0.0, exclude=model[2])
     optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
-    if together:
-        _, twin = copy.deepcopy((model, optimizer))
-    else:
-        twin = copy.deepcopy(optimizer)
+    _, twin = copy.deepcopy((model if together else None, optimizer))
     members = twin.param_groups[0]["params"]
     for one in members:
         one.grad = torch.ones_like(one)
