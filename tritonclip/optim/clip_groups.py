@@ -60,7 +60,7 @@ class ClipGroup:
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
             inf; the 2-norm, where they are of another order; those of each gradient.
-        by_name: a recorder takes the norm of each gradient; `with_statistics`, all of `STATISTICS`.
+        n_recorded: of `STATISTICS`, which a recorder takes of each gradient; the norm is the first.
         finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
@@ -72,8 +72,7 @@ class ClipGroup:
     unclipped: bool = False
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
-    by_name: bool = False
-    with_statistics: bool = False
+    n_recorded: int = 0
     finite: Tensor | None = None
     bound_rule: BoundRule | None = None
 
@@ -104,7 +103,7 @@ class ClipGroup:
         """Keeps norms that were measured, for the rule or for other readers."""
         if of_rule:
             self.norms = norms
-        if not of_rule or (self.by_name and norm.order == 2.0 and norm.each):
+        if not of_rule or (self.n_recorded and norm.order == 2.0 and norm.each):
             self.others[norm._replace(by=None)] = norms
 
     def measure_finite_(self) -> None:
@@ -342,7 +341,7 @@ def recorded_requests(group: ClipGroup) -> list[NormRequest]:
     """The norms of each gradient that a recorder takes, less those that the rule measures."""
     found = [NormRequest(group, norm) for norm in STATISTICS]
     first = int(group.rule.norm_type == 2.0 and group.rule.per_gradient)
-    return found[first : 3 if group.with_statistics else 1]
+    return found[first : group.n_recorded]
 
 
 def hides_nonfinite(order: float) -> bool:

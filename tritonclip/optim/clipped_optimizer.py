@@ -41,7 +41,7 @@ from tritonclip.optim.closures import (
     evaluate,
     step_evaluating,
 )
-from tritonclip.optim.outliers import OutlierTest, as_loss
+from tritonclip.optim.outliers import OutlierTest, as_loss, as_skip_bound
 from tritonclip.optim.param_groups import (
     check_group,
     options_of,
@@ -248,7 +248,11 @@ class ClippedOptimizer(ScalerSide):
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._log.states.outliers.replace(skip_above)
+        outliers = self._log.states.outliers
+        outliers.skip_above = as_skip_bound(skip_above)
+        if not isinstance(skip_above, Outlier):
+            # Nothing would judge it.
+            outliers.loss = None
 
     @property
     def loss(self) -> float | Tensor | None:

@@ -127,13 +127,6 @@ class OutlierTest:
         self.loss: float | Tensor | None = None
         self.skip_above = as_skip_bound(skip_above)
 
-    def replace(self, skip_above: object) -> None:
-        """Replaces `skip_above`."""
-        self.skip_above = as_skip_bound(skip_above)
-        if not isinstance(skip_above, Outlier):
-            # Nothing would judge it.
-            self.loss = None
-
     def rules(self) -> dict[str, Outlier]:
         """The tests that remember something, by the keys of their states."""
         above = self.skip_above

@@ -120,6 +120,7 @@ class StepRecord:
         self._order: tuple[str, ...] = ()
         if not recorder.each:
             return
+        n_recorded = len(STATISTICS) if recorder.statistics else 1
         groups, flat = grouping.groups, grouping.flat
         # Other processes have to get the error for gradients that are refused.
         is_collective = grouping.processes is not None
@@ -132,7 +133,7 @@ class StepRecord:
             if found is not None:
                 self._clipped, self._names = clipped, found
                 for group in clipped:
-                    group.by_name, group.with_statistics = True, recorder.statistics
+                    group.n_recorded = n_recorded
                 n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
                 if flat is not None or n_named == n:
                     return
@@ -152,8 +153,8 @@ class StepRecord:
                 raise
             self.refusal = error
             return
-        recorded = ClipGroup(self._named.gradients, UNLIMITED, unclipped=True)
-        recorded.with_statistics = recorder.statistics
+        gradients = self._named.gradients
+        recorded = ClipGroup(gradients, UNLIMITED, unclipped=True, n_recorded=n_recorded)
         if recorded.is_spread:
             self.clip_groups.append(recorded)
 
