@@ -83,7 +83,7 @@ docs: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(PYTEST) tests/package/test_wheel.py
 
-# The quick plan: under two minutes; ARGS="--workload lenet5" chooses. `bench-all` measures all rows
+# The quick plan: under two minutes; ARGS="-k lenet5" chooses. `bench-all` measures all rows
 # of bench/results on a CPU.
 BENCH := $(PYTEST) --benchmark-only
 bench: $(INSTALLED)
@@ -92,13 +92,12 @@ bench: $(INSTALLED)
 # A command for each file of rows.
 CLIP = $(BENCH) bench/test_clip.py --device cpu
 ROWS = --benchmark-json=bench/results
-EAGER = --provider torch --provider "torch foreach" --provider "torch no foreach"
 bench-all: $(INSTALLED)
 	$(CLIP) $(ROWS)/cpu.json
-	$(CLIP) --plan full $(EAGER) --provider "torch sum" $(ROWS)/cpu-epyc.json
+	$(CLIP) --plan full $(ROWS)/cpu-epyc.json
 	$(CLIP) --plan training $(ROWS)/cpu-training.json
-	$(CLIP) --plan busy $(EAGER) --provider "torch sum" $(ROWS)/cpu-busy.json
-	$(CLIP) --plan full --rule unit --provider torch $(ROWS)/cpu-units.json
+	$(CLIP) --plan busy $(ROWS)/cpu-busy.json
+	$(CLIP) --plan full --rule unit $(ROWS)/cpu-units.json
 	TRITONCLIP_BACKEND=torch $(CLIP) $(ROWS)/cpu-torch-backend.json
 	$(BENCH) bench/test_functional.py --device cpu --plan full $(ROWS)/functional-cpu.json
 	$(BENCH) bench/test_accuracy.py $(ROWS)/accuracy-cpu.json
@@ -110,11 +109,10 @@ bench-all: $(INSTALLED)
 	$(RUN) -m bench.report
 
 # On a machine with a GPU: on an H200 the tests took two minutes and the questions one; the rows of
-# docs/performance/gpu.md, of which 13 cases of 82 were cut off, took three. A part that outlasts its time is interrupted, as by Ctrl-C, and its
-# file has the rows so far; gpu.jsonl has each as soon as it is measured.
+# docs/performance/gpu.md, of which 13 cases of 82 were cut off, took three. A part that outlasts its
+# time is interrupted, as by Ctrl-C, and its file has the rows so far.
 UNTIL = timeout --foreground --signal=INT --kill-after=40
 gpu: $(INSTALLED)
-	rm -f gpu.jsonl
 	-$(PYTEST) -n auto --maxprocesses 14 --dist loadgroup -m "gpu and not exhaustive" tests
 	-$(UNTIL) 180 $(BENCH) bench/test_gpu.py --device cuda --benchmark-json=gpu.json
 	-$(UNTIL) 360 $(BENCH) bench/test_clip.py --device cuda --plan gpu --provider torch \
@@ -122,7 +120,8 @@ gpu: $(INSTALLED)
 	@echo "Please send in gpu.json and cuda.json, and what failed."
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
-BESIDE = $(CLIP) $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) --plan full $(EAGER)
+EAGER = --provider torch --provider "torch foreach" --provider "torch no foreach"
+BESIDE = $(CLIP) --plan frameworks $(EAGER)
 bench-frameworks: $(INSTALLED)
 	$(BESIDE) --provider tensorflow --provider optax $(ROWS)/cpu-optax-tensorflow.json
 	$(BESIDE) --provider paddle $(ROWS)/cpu-paddle.json

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-import tritonclip
 from bench.workloads import Workload, dtype_of
 
 # Gradients are normal, with mean 0 and this standard deviation.
@@ -25,10 +24,6 @@ EPS = 1e-6
 WEIGHT = 1024.0
 # Largest relative error of our norms.
 OURS = 1e-6
-NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
-    "tritonclip": tritonclip.get_total_norm,
-    "torch": torch.nn.utils.get_total_norm,
-}
 
 
 class WrongResultError(RuntimeError):
@@ -43,19 +38,15 @@ class Gradients:
     """
 
     def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
-        self.workload, self.dtype, self.device = workload, dtype, device
+        self.device = device
         self.fresh = list(normal(workload, dtype, device))
         self.norms = [norm([f]) for f in self.fresh]
         self.norm, self.n_bytes = math.hypot(*self.norms), workload.n_bytes(dtype)
         self._largest = max(float(f.abs().max()) for f in self.fresh)
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Makes new parameters, whose gradients get the fresh values in memory of their own."""
         # Neither read nor written but by "step" and "unit": they take no memory on a CPU else.
         self.parameters = [torch.empty_like(f, requires_grad=True) for f in self.fresh]
         for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
-            offset = 1 + i % 7 if self.workload.misaligned else 0
+            offset = 1 + i % 7 if workload.misaligned else 0
             memory = fresh.new_empty(offset + fresh.numel())
             parameter.grad = memory.as_strided(fresh.shape, fresh.stride(), offset)
         self.refill()
@@ -69,6 +60,12 @@ class Gradients:
         """Gives every parameter its first gradient again, in the memory that it has."""
         with torch.no_grad():
             torch._foreach_copy_(self.grads, self.fresh)
+
+    def weigh(self) -> None:
+        """Writes the weights by which units are clipped."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.fresh)
+            torch._foreach_mul_(self.parameters, WEIGHT)
 
     def backward(self) -> None:
         """Gives every parameter its first gradient again, made by a backward pass in new memory."""
@@ -100,13 +97,6 @@ class Gradients:
             return self.norms
         return [self._largest if rule == "largest" else self.norm]
 
-    def multipliers(self, rule: str, limit: float, eps: float = EPS) -> list[float]:
-        """Factors of clipping by a norm, one a gradient; eps is added to the norm."""
-        if rule == "unit":
-            return [min(1.0, limit * WEIGHT)] * len(self.fresh)
-        norms = self._norms(rule) * (1 if rule == "gradient" else len(self.fresh))
-        return [min(1.0, limit / (norm + eps)) for norm in norms]
-
     def norm_error(self, rule: str, measured: Sequence[float]) -> float:
         """The largest relative error of measured norms, before clipping, against float64."""
         return max(abs(m / t - 1) for m, t in zip(measured, self._norms(rule), strict=True))
@@ -118,7 +108,10 @@ class Gradients:
         # The tolerance is relative to the largest element of a gradient, on top of one unit in the
         # last place of its dtype.
         bound, most = (limit, math.inf) if rule == "value" else (math.inf, limit)
-        multipliers = self.multipliers(rule, most, eps)
+        norms = self._norms(rule) * (1 if rule == "gradient" else len(self.fresh))
+        multipliers = [min(1.0, most / (norm + eps)) for norm in norms]
+        if rule == "unit":
+            multipliers = [min(1.0, limit * WEIGHT)] * len(self.fresh)
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
                 raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ import tritonclip
 from bench import report, timing
 from bench.accuracy import Gradients
 from bench.comparison import Comparison, Effort
-from bench.providers import IN_PLACE, Provider
-from bench.speed import compare, providers_of
-from bench.workloads import DTYPES, PLANS, RULES, WORKLOADS, cases_of
+from bench.providers import FRAMEWORKS, NAMED, Provider
+from bench.speed import compare
+from bench.workloads import PLANS, RULES, WORKLOADS, cases_of
 from tritonclip.backends import choose
 
 # Those of the last case, which many cases share: large ones fill the memory.
@@ -29,21 +30,17 @@ gradients_of = lru_cache(1)(Gradients)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 # Named in the provenance where installed.
 PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax")
-# Why providers are left out, the rows, and the exit status of a run.
-LEFT_OUT = pytest.StashKey[dict[str, None]]()
-MEASURED = pytest.StashKey[list[dict[str, Any]]]()
+# The rows and the exit status of a run.
+MEASURED = pytest.StashKey[list[Any]]()
 EXIT_STATUS = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("clipping benchmarks")
     group.addoption("--plan", choices=PLANS, default="quick", help="what to measure (quick)")
-    names = [one.name for one in IN_PLACE]
     for name, choices, about in (
-        ("workload", WORKLOADS, "measure these lists by all rules, whatever the plan"),
-        ("dtype", DTYPES, "only these; with --workload: in these"),
         ("rule", RULES, "only these"),
-        ("provider", names, "compare these with tritonclip in place"),
+        ("provider", NAMED, "compare these with tritonclip in place"),
         ("device", ("cpu", "cuda"), "only these (the CPU, and a GPU where there is one)"),
     ):
         group.addoption(f"--{name}", action="append", choices=choices, default=[], help=about)
@@ -63,21 +60,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_columns = config.option.benchmark_columns or columns
     if config.option.benchmark_sort == "min":
         config.option.benchmark_sort = "median"
-    config.stash[LEFT_OUT], config.stash[MEASURED] = {}, []
-    config.stash[EXIT_STATUS] = 0
+    config.stash[MEASURED], config.stash[EXIT_STATUS] = [], 0
 
 
-def present(
-    option: Any, module: Any, device: str, workload: str, dtype: str, rule: str
-) -> tuple[list[Provider], list[str]]:
-    """The providers of a case in a module of tests, and why others are left out."""
+def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | None]:
+    """The providers of a case in a module of tests, and why some are not compared."""
+    device, workload, dtype, rule, _ = case
     known = module.PROVIDERS
-    if known is IN_PLACE:
-        known = providers_of(option.provider, option.plan == "training")
-    fitting = [one for one in known if rule in one.passes]
-    absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
-    here = [one for one, why in zip(fitting, absent, strict=True) if why is None]
-    return here, [why for why in absent if why]
+    if option.plan == "frameworks":
+        known += FRAMEWORKS
+    return {
+        one: one.why_absent(WORKLOADS[workload], dtype, device)
+        for one in known
+        if rule in one.rules and one.name in ("tritonclip", *(option.provider or NAMED))
+    }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -86,18 +82,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not hasattr(module, "PLANS"):
         return
     given = []
-    for device in option.device or DEVICES:
-        plan = module.PLANS.get(option.plan, ())
-        for workload, dtype, rule, step in cases_of(
-            plan, option.workload, option.dtype, option.rule
-        ):
-            here, absent = present(option, module, device, workload, dtype, rule)
-            metafunc.config.stash[LEFT_OUT] |= dict.fromkeys(absent)
-            marks = [pytest.mark.gpu] if device == "cuda" else []
-            for one in here:
-                case = (device, workload, dtype, rule, step, one.name)
-                name = "-".join(case).replace(" ", "_")
-                given.append(pytest.param(*case, marks=marks, id=name))
+    for device, case in product(
+        option.device or DEVICES, cases_of(module.PLANS.get(option.plan, ()))
+    ):
+        if case[2] not in (option.rule or RULES):
+            continue
+        for one, why in providers_of(option, module, device, *case).items():
+            marks = [pytest.mark.skip(reason=why or "")] * bool(why) + [pytest.mark.gpu] * (
+                device == "cuda"
+            )
+            parts = (device, *case, one.name)
+            given.append(pytest.param(*parts, marks=marks, id="-".join(parts).replace(" ", "_")))
     names = ("device", "workload", "dtype", "rule", "step", "provider")
     metafunc.parametrize(names, given, scope="module")
 
@@ -127,8 +122,9 @@ def comparison(
 ) -> Comparison:
     """The providers of a case, checked; they are timed when the first of its tests runs."""
     gradients = gradients_of(WORKLOADS[workload], dtype, torch.device(device))
-    given = request.config.option, request.module, device, workload, dtype, rule
-    here, _ = present(*given)
+    case = device, workload, dtype, rule, step
+    known = providers_of(request.config.option, request.module, *case)
+    here = [one for one, why in known.items() if why is None]
     return compare(gradients, rule, step == "clipped", here, effort, conditions)
 
 
@@ -188,17 +184,15 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Ratios first."""
-    say, measured = terminalreporter.write_line, config.stash[MEASURED]
-    rows, left_out = list(map(report.flat, measured)), [*config.stash[LEFT_OUT]]
-    compared = [row for row in rows if {"rule", "device"} <= row.keys()]
-    for place, device in dict.fromkeys((r["test"], r["device"]) for r in compared):
-        ours = report.ratio_rows(
-            [r for r in compared if (r["test"], r["device"]) == (place, device)]
-        )
-        terminalreporter.section(f"torch's best time / tritonclip's: {place}, {device}")
-        say(report.summary(ours))
-        for row in ours:
+    groups: dict[str, list[report.Row]] = {}
+    for one in config.stash[MEASURED]:
+        row = report.flat(one)
+        if {"rule", "device"} <= row.keys():
+            groups.setdefault(f"{row['test']}, {row['device']}", []).append(row)
+    for place, rows in groups.items():
+        terminalreporter.section(f"torch's best time / tritonclip's: {place}")
+        terminalreporter.write_line(report.summary(rows))
+        for row in report.ratio_rows(rows):
             case = " ".join(row[part] for part in report.CASE)
-            say(f"{report.ratio_cell(row):>28} over {row['baseline']:16} {case}")
-    if left_out and rows:
-        say(f"left out: {'; '.join(left_out)}")
+            line = f"{report.ratio_cell(row):>28} over {row['baseline']:16} {case}"
+            terminalreporter.write_line(line)

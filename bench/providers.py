@@ -4,15 +4,14 @@ A provider is asked for an `Entry` for given gradients, rule and limit; nothing 
 timed. Those of IN_PLACE change the gradients; those of OUT_OF_PLACE return new ones, where the
 baselines are idioms of users of PyTorch, as nothing of torch.nn.utils clips out of place.
 
-Other frameworks are compared where they are installed, each in its idiom, on its arrays, which are
-filled from torch's outside the clock. None of these hold torch's memory.
+Other frameworks are compared on a CPU, each in its idiom, on its arrays, which are filled from
+torch's outside the clock. None of these hold torch's memory.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,26 +23,17 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tritonclip
-from bench.accuracy import EPS, OURS, WEIGHT, Gradients
-from bench.workloads import CLIPS, DTYPES, RULES, Workload
+from bench.accuracy import EPS, OURS, Gradients
+from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
-# TensorFlow and JAX take most of a GPU's memory when they start, unless told before their import.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Norms of others may be off by this much, torch's are by up to 1% on a CPU: see `norm_error`.
+# Norms of others may be off by this much, torch's are by up to 1% on a CPU.
 LENIENT = 0.05
-# Lists of so many bytes and more stand beside torch.sum over as many.
-SUMMED = 2**23 + 1
-BOTH = {"cpu": DTYPES, "cuda": DTYPES}
-# Not on torch's current stream, which events time.
-FOREIGN = ("tensorflow", "paddle", "optax")
 
 
 class Entry(NamedTuple):
     """One provider, ready to clip given gradients."""
 
-    gradients: Gradients
     call: Callable[[], Any]  # All that is timed.
     refill: Callable[[], Any]  # Gives the gradients that calls write their first values.
     result: Callable[[Any], tuple[Sequence[Tensor], Any]]  # Gradients, and norms or None.
@@ -58,21 +48,17 @@ class Provider(NamedTuple):
 
     name: str
     make: Make
-    # By rule that it serves, how many times it reads or writes all gradients; None where that
-    # depends on the gradients (`speed.bytes_moved`).
-    passes: Mapping[str, int | None]
+    rules: Sequence[str] = CLIPS
     baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
-    clips: bool = True  # Else it only measures.
     jits: bool = False  # Unrolls a list: left out where that takes it minutes.
-    least_bytes: int = 0  # Left out for shorter lists.
     eps: float = EPS  # Added to a norm before a limit is divided by it.
     modules: Sequence[str] = ()  # All that it needs beside torch.
-    dtypes: Mapping[str, Sequence[str]] = BOTH  # Compared in these, by type of device.
+    dtypes: Sequence[str] = DTYPES
 
     @property
     def tolerance(self) -> float:
         """Largest relative error of norms and gradients that is let pass."""
-        return OURS if self.name.startswith("tritonclip") else LENIENT
+        return OURS if self.name == "tritonclip" else LENIENT
 
     def why_absent(self, workload: Workload, dtype: str, device: str) -> str | None:
         """Why it is not compared on a list of gradients; None where it is."""
@@ -80,9 +66,9 @@ class Provider(NamedTuple):
         missing = [module for module in self.modules if not find_spec(module)]
         reasons = {
             f"{', '.join(missing)} not installed": missing,
-            f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
+            f"not compared in {dtype}": dtype not in self.dtypes,
+            "compared on a CPU only": self.modules and device != "cpu",
             f"compiling a list of {n} takes minutes": self.jits and n > 1000,
-            "compared with lists over 8 MiB only": workload.n_bytes(dtype) < self.least_bytes,
         }
         return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
 
@@ -105,7 +91,7 @@ def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") 
             sgd.step()
             return norm
 
-    return Entry(gradients, call, gradients.refill, lambda norms: (gradients.grads, norms))
+    return Entry(call, gradients.refill, lambda norms: (gradients.grads, norms))
 
 
 BY_NORM: Any = tritonclip.ClipByGlobalNorm
@@ -116,33 +102,18 @@ OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm
 OUR_RULES["unit"] = partial(tritonclip.ClipByUnitNorm, eps=LEAST)
 
 
-def give_weights(gradients: Gradients, rule: str) -> None:
-    """Writes the weights by which units are clipped."""
-    if rule == "unit":
-        with torch.no_grad():
-            torch._foreach_copy_(gradients.parameters, gradients.fresh)
-            torch._foreach_mul_(gradients.parameters, WEIGHT)
-
-
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
     parameters, clip = gradients.parameters, OUR_RULES[rule](limit)
-    give_weights(gradients, rule)
     return in_place(gradients, lambda: tritonclip.clip_(parameters, clip), rule)
-
-
-def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
-    wrapper = tritonclip.ClippedOptimizer(sgd_of(gradients.parameters), OUR_RULES[rule](limit))
-    return in_place(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
 
 
 def _norm_of_units(x: Tensor) -> Any:
     return torch.linalg.vector_norm(x, dim=list(range(x.dim() > 1, x.dim())), keepdim=True)
 
 
-def _units(gradients: Gradients, rule: str, limit: float) -> Entry:
+def _units(gradients: Gradients, limit: float) -> Entry:
     """As timm's `adaptive_clip_grad` does it (timm/utils/agc.py), with another least norm."""
     parameters = gradients.parameters
-    give_weights(gradients, rule)
 
     @torch.no_grad()
     def clip() -> None:
@@ -160,7 +131,7 @@ def _units(gradients: Gradients, rule: str, limit: float) -> Entry:
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
     """Each gradient by its own norm takes a call each, or the foreach functions that torch uses."""
     if rule == "unit":
-        return _units(gradients, rule, limit)
+        return _units(gradients, limit)
     parameters, order = gradients.parameters, math.inf if rule == "largest" else 2.0
 
     def clip() -> Any:
@@ -179,22 +150,12 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
     return in_place(gradients, clip, rule)
 
 
-def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
-    """The time to read as many bytes: as float32, whatever the dtype; returns no norm."""
-    bytes_as_float32 = torch.ones(gradients.n_bytes // 4, device=gradients.device)
-
-    def call() -> None:
-        torch.sum(bytes_as_float32)
-
-    return in_place(gradients, call)
-
-
 def _out_of_place(clip: Callable[[list[Tensor], str, float], Any]) -> Make:
     """From a function that returns new gradients, and norms or None."""
 
     def make(gradients: Gradients, rule: str, limit: float) -> Entry:
         call = partial(clip, gradients.grads, rule, limit)
-        return Entry(gradients, call, lambda: None, lambda output: output)
+        return Entry(call, lambda: None, lambda output: output)
 
     return make
 
@@ -249,7 +210,7 @@ def _foreign(gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack
         return output
 
     refill()
-    return Entry(gradients, call, refill, lambda output: (list(map(view, output[0])), output[1]))
+    return Entry(call, refill, lambda output: (list(map(view, output[0])), output[1]))
 
 
 def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -278,8 +239,7 @@ def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
 def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     """The classes that `paddle.optimizer` calls with its `grad_clip`."""
     paddle = import_module("paddle")
-    if gradients.device.type == "cpu":
-        paddle.set_device("cpu")
+    paddle.set_device("cpu")
     by = {"norm": "GlobalNorm", "value": "Value", "gradient": "Norm"}
     run = getattr(paddle.nn, f"ClipGradBy{by[rule]}")(limit)
     # All that is read of a parameter.
@@ -287,8 +247,6 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
 
     def clip(arrays: list[Any]) -> Any:
         clipped = run([(parameter, array) for array in arrays])
-        if gradients.device.type == "cuda":
-            paddle.device.synchronize()
         return [array for _, array in clipped], None
 
     fill = paddle.utils.dlpack.from_dlpack
@@ -313,34 +271,26 @@ def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry
     )
 
 
-DEPENDS = dict.fromkeys(RULES)
-# Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
-ONCE = {"norm": 3, "value": 2, "gradient": 3}
-TWICE = {**ONCE, "value": 4}
-TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
-BY_TWO = {"norm": 3, "value": 2}
-# Of one dtype in a list.
-ONE, ON_GPU = DTYPES[:3], {"cuda": DTYPES[:4]}
-# Eager TensorFlow clamps in two operators.
-TENSORFLOW = Provider(
-    "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
-)
+TORCH = (*CLIPS, "step", "largest")
 IN_PLACE = (
-    Provider("tritonclip", _ours, DEPENDS),
-    Provider("tritonclip wrapper", _wrapper, {"step": None}),
-    Provider("torch", partial(_torch, None), TORCH_TWICE | {"unit": None}, baseline=True),
-    Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
-    Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
-    Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
-    TENSORFLOW,
-    Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]}),
-    Provider("optax", partial(_optax, True), BY_TWO, eps=0.0, modules=("jax", "optax"), jits=True),
+    Provider("tritonclip", _ours, RULES),
+    Provider("torch", partial(_torch, None), RULES, baseline=True),
+    Provider("torch foreach", partial(_torch, True), TORCH, baseline=True),
+    Provider("torch no foreach", partial(_torch, False), TORCH, baseline=True),
 )
-NAMED = {provider.name: provider for provider in IN_PLACE}
+OPTAX = Provider(
+    "optax", partial(_optax, True), TWO, jits=True, modules=("jax", "optax"), dtypes=DTYPES[:2]
+)
+FRAMEWORKS = (
+    Provider("tensorflow", _tensorflow, modules=("tensorflow",), dtypes=("float32",)),
+    Provider("paddle", _paddle, modules=("paddle",), dtypes=("float32",)),
+    OPTAX,
+)
 OUT_OF_PLACE = (
-    Provider("tritonclip", _out_of_place(_functional), ONCE, eps=0.0),
-    Provider("torch foreach", _out_of_place(_foreach), TWICE, baseline=True, eps=0.0),
-    Provider("torch loop", _out_of_place(_loop), ONCE, baseline=True, eps=0.0),
-    TENSORFLOW,
-    NAMED["optax"]._replace(make=partial(_optax, False)),
+    Provider("tritonclip", _out_of_place(_functional), eps=0.0),
+    Provider("torch foreach", _out_of_place(_foreach), baseline=True),
+    Provider("torch loop", _out_of_place(_loop), baseline=True),
+    OPTAX._replace(make=partial(_optax, False)),
 )
+NAMED = {provider.name: provider for provider in (*FRAMEWORKS, *IN_PLACE)}
+BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]

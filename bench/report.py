@@ -131,7 +131,7 @@ def trimmed(record: dict[str, Any], whole: bool) -> str:
         {key: one[key] for key in keys}
         | {"stats": {k: v for k, v in one["stats"].items() if k in STATS}}
         for one in record["benchmarks"]
-        if whole or one["params"]["provider"].startswith("tritonclip")
+        if whole or one["params"]["provider"] == "tritonclip"
     ]
     start = {name: record[name] for name in ("command", "exit_status", "datetime", "machine_info")}
     machine = record["machine_info"].items()

@@ -17,10 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.accuracy import NORMS, OURS, norm, normal
+import tritonclip
+from bench.accuracy import OURS, norm, normal
 from bench.comparison import CPU, hand_over
 from bench.workloads import WORKLOADS, dtype_of
 from tritonclip.samples import Samples
+
+NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "tritonclip": tritonclip.get_total_norm,
+    "torch": torch.nn.utils.get_total_norm,
+}
 
 
 def _filled(value: str, dtype: str) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Features beside what a user would write without them, on the CPU.
 
-A feature is a function from a gradient list to the calls that are compared, registered with the
-lists and the providers that it is measured with. Results are compared with float64 first.
+A feature is a function from a gradient list to the calls that are compared, registered with their
+providers and the lists that it is measured with. Results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 import importlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 import tritonclip
 from bench import timing
 from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
-from bench.providers import FOREIGN, sgd_of
-from bench.test_host import step_of
+from bench.providers import sgd_of
+from bench.test_host import recorder, step_of
 from bench.workloads import STEPS, WORKLOADS, named
 from tritonclip.samples import Timed
 
@@ -35,33 +33,33 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 class Calls(NamedTuple):
-    """The calls that do the same with one gradient list, by provider; ours is "tritonclip"."""
+    """The calls that do the same with one gradient list, in the order of a feature's providers."""
 
-    calls: Mapping[str, Callable[[], Any] | Timed]
+    calls: Sequence[Callable[[], Any] | Timed | None]  # None where a provider is not installed.
     truth: Sequence[Tensor] = ()  # In float64; empty where nothing can be compared.
     tolerance: float = 1e-5  # Largest difference, relative to the largest element.
     changed: Sequence[Tensor] = ()  # The tensors that calls write; empty where they return them.
-    files: ExitStack = ExitStack()  # That are written meanwhile.
-
-    def timed(self) -> dict[str, Timed]:
-        """The calls, each with its preparation."""
-        return {n: c if isinstance(c, Timed) else Timed(c) for n, c in self.calls.items()}
-
-    def errors(self) -> dict[str, float]:
-        """By provider, the largest difference from the truth, relative to a largest element."""
-        found = {}
-        for name, timed in self.timed().items():
-            output = timed.prepared()()
-            found[name] = difference(self.changed or output, self.truth)
-        return found
+    prepare: Callable[[], Any] | None = None  # Runs before each call, outside the clock.
 
 
 class Feature(NamedTuple):
-    """What is compared, with which arguments, and the providers."""
+    """What is compared, with which arguments, and the providers; ours is "tritonclip"."""
 
     make: Callable[..., Calls]
-    cases: Sequence[tuple[str, ...]]
+    cases: Mapping[str, Sequence[str]]  # By name.
     providers: Sequence[str]
+
+    def checked(self, case: str) -> tuple[dict[str, Timed], dict[str, str]]:
+        """The calls by provider, and the faults of those whose results are wrong."""
+        made, calls, faults = self.make(*self.cases[case]), dict[str, Timed](), dict[str, str]()
+        for name, call in zip(self.providers, made.calls, strict=True):
+            if call is not None:
+                calls[name] = call if isinstance(call, Timed) else Timed(call, made.prepare)
+                output = calls[name].prepared()()
+                error = difference(made.changed or output, made.truth)
+                if not error <= made.tolerance:
+                    faults[name] = f"off by {error:.2g}"
+        return calls, faults
 
 
 FEATURES: dict[str, Feature] = {}
@@ -72,7 +70,8 @@ def feature(name: str, providers: Sequence[str], *arguments: Iterable[str]) -> C
     """Registers a function, measured with all combinations of arguments."""
 
     def register(make: Callable[..., Calls]) -> Callable[..., Calls]:
-        FEATURES[name] = Feature(make, list(product(*arguments)), providers)
+        cases = {", ".join(named("workload", one) for one in c): c for c in product(*arguments)}
+        FEATURES[name] = Feature(make, cases, providers)
         return make
 
     return register
@@ -118,13 +117,8 @@ def accumulate(workload: str, step: str) -> Calls:
         for parameter in parameters:
             parameter.grad = None
 
-    calls: dict[str, Any] = {
-        "tritonclip": ours,
-        "torch": partial(by_hand, torch.nn.utils.clip_grad_norm_),
-        "clip_ and add": partial(by_hand, tritonclip.clip_),
-    }
-    timed = {name: Timed(call, prepare) for name, call in calls.items()}
-    return Calls(timed, clipped(gradients, limit), 1e-2, sums)
+    calls = ours, partial(by_hand, clip_grad_norm_), partial(by_hand, tritonclip.clip_)
+    return Calls(calls, clipped(gradients, limit), 1e-2, sums, prepare)
 
 
 @feature("clip_tensors_", ("tritonclip", "by hand", "as .grad"), THREE)
@@ -141,15 +135,16 @@ def clip_tensors(workload: str) -> Calls:
         parameters = [torch.empty_like(tensor) for tensor in tensors]
         for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.grad = tensor
-        torch.nn.utils.clip_grad_norm_(parameters, limit)
+        clip_grad_norm_(parameters, limit)
 
-    ours: Callable[[], Any] = partial(tritonclip.clip_tensors_, tensors, limit)
-    calls = {"tritonclip": ours, "by hand": by_hand, "as .grad": as_grad}
-    timed = {name: Timed(call, gradients.refill) for name, call in calls.items()}
-    return Calls(timed, clipped(gradients, limit), 1e-2, tensors)
+    calls = partial(tritonclip.clip_tensors_, tensors, limit), by_hand, as_grad
+    return Calls(calls, clipped(gradients, limit), 1e-2, tensors, gradients.refill)
 
 
-@feature("norms_by_name", ("tritonclip", "loop", "foreach"), THREE)
+BY_HAND = ("tritonclip", "loop", "foreach")
+
+
+@feature("norms_by_name", BY_HAND, THREE)
 def norms_by_name(workload: str) -> Calls:
     """The norm of each gradient, as numbers by name."""
     gradients = listed(workload)
@@ -163,17 +158,14 @@ def norms_by_name(workload: str) -> Calls:
         norms = torch.stack(torch._foreach_norm(gradients.grads)).tolist()
         return [torch.tensor(list(dict(zip(dict(pairs), norms, strict=True)).values()))]
 
-    calls: dict[str, Callable[[], Any]] = {"loop": loop, "foreach": foreach}
-    calls["tritonclip"] = lambda: [torch.stack([*tritonclip.norms_by_name(pairs).values()])]
-    return Calls(calls, [torch.tensor(gradients.norms, dtype=torch.float64)], 1e-2)
+    def ours() -> list[Tensor]:
+        return [torch.stack([*tritonclip.norms_by_name(pairs).values()])]
+
+    truth = [torch.tensor(gradients.norms, dtype=torch.float64)]
+    return Calls((ours, loop, foreach), truth, 1e-2)
 
 
-@feature(
-    "statistics_by_name",
-    ("tritonclip", "loop", "foreach"),
-    ("small_10", "resnet50"),
-    ("float32", "bfloat16"),
-)
+@feature("statistics_by_name", BY_HAND, ("small_10", "resnet50"), ("float32", "bfloat16"))
 def statistics_by_name(workload: str, dtype: str) -> Calls:
     """Norm, largest magnitude and share of zeros of each gradient, as numbers by name."""
     gradients = listed(workload, dtype)
@@ -201,8 +193,7 @@ def statistics_by_name(workload: str, dtype: str) -> Calls:
     wide = clipped(gradients)
     zeros = [(x == 0).double().mean() for x in wide]
     columns = [x.norm() for x in wide], [x.abs().max() for x in wide], zeros
-    calls = {"tritonclip": ours, "loop": loop, "foreach": foreach}
-    return Calls(calls, list(map(torch.stack, columns)), 1e-2)
+    return Calls((ours, loop, foreach), list(map(torch.stack, columns)), 1e-2)
 
 
 # The matrices of the two layers of examples/train_transformer.py, and of one of GPT-2's twelve.
@@ -233,11 +224,10 @@ def clip_by_svd(grads: list[Tensor], limit: float) -> list[Tensor]:
 def spectral_norm(title: str, form: str) -> Calls:
     """Singular values over a limit brought to it (or near it, softly), and none over it."""
     grads, limit = spectra(title), 4.1 if form == "unclipped" else 1.0
-    by_svd, is_soft = partial(clip_by_svd, grads, limit), form == "softly"
-    clip = tritonclip.functional.clip_by_spectral_norm
+    is_soft = form == "softly"
+    ours = partial(tritonclip.functional.clip_by_spectral_norm, grads, limit, soft=is_soft)
     truth = [] if is_soft else clip_by_svd([x.double() for x in grads], limit)
-    ours = partial(clip, grads, limit, soft=is_soft)
-    return Calls({"tritonclip": ours, "svd": by_svd}, truth, 1e-3)
+    return Calls((ours, partial(clip_by_svd, grads, limit)), truth, 1e-3)
 
 
 @feature("spectral_step", ("tritonclip", "AdamW alone"), MATRICES, ("clipped", "unclipped"))
@@ -253,29 +243,22 @@ def spectral_step(title: str, form: str) -> Calls:
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = grad.clone()
 
-    steps = {"tritonclip": wrapped.step, "AdamW alone": plain.step}
-    return Calls({name: Timed(step, refill) for name, step in steps.items()})
+    return Calls((wrapped.step, plain.step), prepare=refill)
 
 
-POLICIES = {"tritonclip": "async_error", 'nonfinite="error"': "error", "no policy": "propagate"}
-
-
-@feature("error_without_wait", (*POLICIES, "torch"), TWO)
+@feature("error_without_wait", ("tritonclip", 'nonfinite="error"', "no policy", "torch"), TWO)
 def error_without_wait(workload: str) -> Calls:
     """A step of SGD that raises for NaN and inf; nothing is clipped."""
     gradients = listed(workload)
     parameters, sgd = gradients.parameters, sgd_of(gradients.parameters)
 
     def by_torch() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
+        clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
         sgd.step()
 
-    calls = {
-        name: step_of(1e9, {"nonfinite": policy}, parameters, ExitStack())
-        for name, policy in POLICIES.items()
-    }
-    calls["torch"] = by_torch
-    return Calls(calls, clipped(gradients), changed=gradients.grads)
+    policies = "async_error", "error", "propagate"
+    steps = (step_of(parameters, 1e9, nonfinite=policy) for policy in policies)
+    return Calls((*steps, by_torch), clipped(gradients), changed=gradients.grads)
 
 
 @feature("loss_outliers", ("tritonclip", "lists of tensors"), TWO)
@@ -287,7 +270,7 @@ def loss_outliers(workload: str) -> Calls:
 
     def by_lists() -> None:
         # As OLMo-core does it.
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1e9))
+        norms.append(clip_grad_norm_(parameters, 1e9))
         losses.append(loss)
         taken = True
         for history in (norms, losses):
@@ -296,10 +279,8 @@ def loss_outliers(workload: str) -> Calls:
         if taken:
             sgd.step()
 
-    judged = {"skip_above": tritonclip.Outlier(), "loss": True}
-    ours = step_of(1e9, judged, parameters, ExitStack())
-    calls = {"tritonclip": ours, "lists of tensors": by_lists}
-    return Calls(calls, clipped(gradients), changed=gradients.grads)
+    ours = step_of(parameters, 1e9, skip_above=tritonclip.Outlier(), loss=True)
+    return Calls((ours, by_lists), clipped(gradients), changed=gradients.grads)
 
 
 @feature("own_quantile", ("tritonclip", "loop"), THREE)
@@ -318,8 +299,7 @@ def own_quantile(workload: str) -> Calls:
                 grad.mul_(limit / norm)
 
     ours = partial(tritonclip.clip_, gradients.parameters, rule, state=state)
-    calls: dict[str, Callable[[], Any]] = {"tritonclip": ours, "loop": loop}
-    return Calls(calls, clipped(gradients), changed=gradients.grads)
+    return Calls((ours, loop), clipped(gradients), changed=gradients.grads)
 
 
 RECORDED = ("tritonclip", "tritonclip, statistics", "tritonclip, no recorder", "loop", "foreach")
@@ -337,7 +317,7 @@ def record_each(workload: str) -> Calls:
 
     def loop() -> list[Tensor]:
         kept.append([grad.norm().item() for grad in gradients.grads])
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+        norm = clip_grad_norm_(parameters, 1e9)
         sgd.step()
         return [norm]
 
@@ -353,28 +333,52 @@ def record_each(workload: str) -> Calls:
         optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
         return lambda: [optimizer.step() or optimizer.stats.last_norm]
 
-    files = ExitStack()
-    folder = files.enter_context(TemporaryDirectory())
-    norms, all_of_them = (
-        files.enter_context(tritonclip.record(Path(folder, name), each=True, statistics=every))
-        for name, every in (("run.csv", False), ("all.csv", True))
-    )
-    calls = {
-        "tritonclip": recorded(norms),
-        "tritonclip, statistics": recorded(all_of_them),
-        "tritonclip, no recorder": recorded(None),
-        "loop": loop,
-        "foreach": foreach,
-    }
+    recorders = recorder(each=True), recorder(each=True, statistics=True), None
     truth = [torch.tensor(gradients.norm, dtype=torch.float64)]
-    return Calls(calls, truth, 1e-2, files=files)
+    return Calls((*map(recorded, recorders), loop, foreach), truth, 1e-2)
 
 
+def _opacus(gradients: list[Tensor]) -> Timed:
+    """The clipping of Opacus' own optimizer."""
+    optimizers = importlib.import_module("opacus.optimizers")
+    parameters: list[Any] = [torch.nn.Parameter(x[0].clone()) for x in gradients]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+    optimizer = optimizers.DPOptimizer(sgd, expected_batch_size=len(gradients[0]), **options)
+
+    def prepare() -> None:
+        for parameter, own in zip(parameters, gradients, strict=True):
+            parameter.summed_grad, parameter.grad_sample = None, own.view_as(own)
+
+    def call() -> list[Tensor]:
+        optimizer.clip_and_accumulate()
+        return [parameter.summed_grad for parameter in parameters]
+
+    return Timed(call, prepare)
+
+
+def _optax(gradients: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """Compiled, with gradients that JAX has already."""
+    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    compiled = jax.jit(lambda arrays: optax.per_example_global_norm_clip(arrays, 1.0)[0])
+    arrays = [jax.numpy.array(jax.dlpack.from_dlpack(x), copy=True) for x in gradients]
+
+    def call() -> list[Tensor]:
+        return list(map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(compiled(arrays))))
+
+    return call
+
+
+OPTIONAL: dict[str, Callable[..., Any]] = {"opacus": _opacus, "optax": _optax}
 EXAMPLES = ("1 examples", "16 examples", "256 examples")
-SUMS = ("tritonclip", "einsum", "vmap", "opacus", "optax")
 
 
-@feature("clip_per_example", SUMS, ("mlp4", "mlp8", "resnet20"), EXAMPLES)
+@feature(
+    "clip_per_example",
+    ("tritonclip", "einsum", "vmap", *OPTIONAL),
+    ("mlp4", "mlp8", "resnet20"),
+    EXAMPLES,
+)
 def clip_per_example(name: str, examples: str) -> Calls:
     """The sum of the gradients of examples, a third of which are clipped by their norm."""
     shapes, n = WORKLOADS[name].shapes, int(examples.split()[0])
@@ -398,13 +402,13 @@ def clip_per_example(name: str, examples: str) -> Calls:
         norm = torch.stack([x.norm() for x in gradients]).norm()
         return [x * (1.0 / (norm + 1e-6)).clamp(max=1.0) for x in gradients]
 
-    calls: dict[str, Callable[[], Any] | Timed] = {
-        "tritonclip": lambda: tritonclip.functional.clip_per_example(gradients, 1.0)[0],
-        "einsum": by_einsum,
-        "vmap": lambda: [x.sum(0) for x in torch.vmap(clip)(gradients)],
-    }
-    calls |= {"opacus": _opacus(gradients)} if find_spec("opacus") else {}
-    calls |= {"optax": _optax(gradients)} if find_spec("optax") else {}
+    def ours() -> list[Tensor]:
+        return tritonclip.functional.clip_per_example(gradients, 1.0)[0]
+
+    def by_vmap() -> list[Tensor]:
+        return [x.sum(0) for x in torch.vmap(clip)(gradients)]
+
+    others = [make(gradients) if find_spec(name) else None for name, make in OPTIONAL.items()]
     norms = torch.stack([norms_of(x, torch.float64) for x in gradients]).norm(dim=0)
     weights = (1 / norms).clamp(max=1.0)
     # An example at a time.
@@ -412,79 +416,36 @@ def clip_per_example(name: str, examples: str) -> Calls:
         sum((w * own.double() for w, own in zip(weights, x, strict=True)), torch.zeros(()))
         for x in gradients
     ]
-    return Calls(calls, truth)
-
-
-def _opacus(gradients: list[Tensor]) -> Timed:
-    """The clipping of Opacus' own optimizer."""
-    optimizers = importlib.import_module("opacus.optimizers")
-    parameters: list[Any] = [torch.nn.Parameter(x[0].clone()) for x in gradients]
-    sgd = torch.optim.SGD(parameters, lr=0.1)
-    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
-    optimizer = optimizers.DPOptimizer(sgd, expected_batch_size=len(gradients[0]), **options)
-
-    def prepare() -> None:
-        for parameter, own in zip(parameters, gradients, strict=True):
-            parameter.summed_grad, parameter.grad_sample = None, own.view_as(own)
-
-    def call() -> list[Tensor]:
-        optimizer.clip_and_accumulate()
-        return [parameter.summed_grad for parameter in parameters]
-
-    return Timed(call, prepare)
-
-
-def _optax(gradients: list[Tensor]) -> Timed:
-    """Compiled, with gradients that JAX has already."""
-    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
-    compiled = jax.jit(lambda arrays: optax.per_example_global_norm_clip(arrays, 1.0)[0])
-    arrays = [jax.numpy.array(jax.dlpack.from_dlpack(x), copy=True) for x in gradients]
-
-    def call() -> list[Tensor]:
-        return list(map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(compiled(arrays))))
-
-    return Timed(call)
-
-
-OPTIONAL = [name for name in ("opacus", "optax") if not find_spec(name)]
-NOT_HERE = pytest.mark.skip(reason=f"not installed: {', '.join(OPTIONAL)}")
-
-
-def titled(arguments: Sequence[str]) -> str:
-    """A case in words."""
-    return ", ".join(named("workload", one) for one in arguments)
+    return Calls((ours, by_einsum, by_vmap, *others), truth)
 
 
 CASES = [
     pytest.param(
-        call,
-        titled(case),
-        one,
-        id=f"{call}-{titled(case)}-{one}".replace(" ", "_"),
-        marks=[NOT_HERE] if one in OPTIONAL else [],
+        *(call, workload, one),
+        id=f"{call}-{workload}-{one}".replace(" ", "_"),
+        marks=pytest.mark.skipif(
+            one in OPTIONAL and not find_spec(one), reason=f"{one} is not installed"
+        ),
     )
-    for call, (_, cases, providers) in FEATURES.items()
-    for case, one in product(cases, providers)
+    for call, known in FEATURES.items()
+    for workload, one in product(known.cases, known.providers)
 ]
 
 
 @pytest.fixture(scope="module")
-def comparison(effort: Effort, call: str, workload: str) -> Iterator[Comparison]:
+def comparison(effort: Effort, call: str, workload: str) -> Comparison:
     """The calls of a feature, checked."""
-    made = FEATURES[call].make(*{titled(case): case for case in FEATURES[call].cases}[workload])
-    calls, errors = made.timed(), made.errors()
-    faults = {name: f"off by {by:.2g}" for name, by in errors.items() if not by <= made.tolerance}
+    calls, faults = FEATURES[call].checked(workload)
 
     def figures(name: str, samples: AllSamples) -> dict[str, Any]:
         others = [one for one in samples if not one.startswith("tritonclip")]
         found = ratio(name, samples, others) if name == "tritonclip" else {}
-        if name not in FOREIGN:
-            # Their memory is unknown to PyTorch.
+        if name != "optax":
+            # Whose memory is unknown to PyTorch.
             found["extra_mb"] = timing.extra_bytes(calls[name].prepared()) / 2**20
         return found
 
-    with made.files:
-        yield Comparison(calls, effort, figures, faults)
+    return Comparison(calls, effort, figures, faults)
 
 
 def difference(results: Any, truth: Sequence[Tensor]) -> float:

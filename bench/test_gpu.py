@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from bench.providers import NAMED, sgd_of
 from bench.test_host import BY_TORCH, FEATURES, step_of
 from bench.test_training import CLIPS, steps_of, take_turns
 from bench.workloads import WORKLOADS, Workload
-from helpers.absent_gpu import kernel_module, replaced_launch
 from tritonclip.backends.interface import Clip
 from tritonclip.samples import Samples, Timed, paired, sample, spread
 
@@ -54,12 +52,8 @@ BURST, ROUNDS = 30, 21
 SWEPT = 2**27
 # One gradient, of which times of others were published.
 LARGEST = 3_070_000_000
-# Chunks of gradients, so that a list read backwards is read chunk by chunk.
-CHUNK = 16384
 # Examples of a training step.
 BATCHES = {"PPO, 2 x 64": 64, "ResNet-20": 128, "ResNet-50": 32, "GPT-2 124M": 4}
-# Rows are written here as they come: a run that is cut off leaves those that it has.
-ROWS = Path(os.environ.get("GPU_ROWS", "gpu.jsonl"))
 # Parts of the first call of a process, each timed.
 FIRST_CALL = {
     "import torch": "import torch",
@@ -67,12 +61,6 @@ FIRST_CALL = {
     "start CUDA": """p = torch.ones(9, device="cuda", requires_grad=True)
 p.grad = torch.ones_like(p)
 torch.cuda.synchronize()""",
-    "import triton": "import triton",
-    "hash Triton": """try:
-    from triton.runtime.cache import triton_key
-except ImportError:
-    from triton.compiler.compiler import triton_key
-triton_key()""",
     "first call": "tritonclip.clip_([p], 1.0).item()",
     "second call": "tritonclip.clip_([p], 1.0).item()",
     "first call of another rule": """tritonclip.clip_([p], tritonclip.ClipByValue(1.0))
@@ -88,16 +76,12 @@ print(json.dumps(seconds))"""
 
 
 @pytest.fixture
-def row(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Hands over samples and figures of a test, and writes them down at once."""
+def row(benchmark: Any) -> Callable[..., None]:
+    """Hands over samples and figures of a test."""
 
     def add(walls: list[float], **figures: Any) -> None:
         benchmark.extra_info |= figures
         hand_over(benchmark, Samples(walls, [], 1))
-        median = statistics.median(walls)
-        line = {"test": request.node.name, "us": median, **figures}
-        with ROWS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
     return add
 
@@ -143,46 +127,6 @@ def verb(kernel: str, gradients: Gradients) -> Callable[[], Any]:
     limit = min(gradients.norms) / 2 if per_gradient else gradients.limit("norm", clipped=True)
     scale = batch.scale_each_ if per_gradient else batch.scale_
     return partial(scale, norms, Clip(2.0, EPS, limit, 1.0))
-
-
-def launches_of(gradients: Gradients) -> dict[str, Callable[[], Any]]:
-    """One launch of the kernel that clamps: by the library, by Triton's launcher, and in C."""
-    module, seen = kernel_module("launch"), list[tuple[Any, ...]]()
-
-    def keep(*given: Any, **constants: Any) -> Any:
-        runner = module_launch(*given, **constants)
-        seen.append((given, constants, runner))
-        return runner
-
-    module_launch = module.launch
-    with replaced_launch(keep):
-        verb("clamp", gradients)()
-    given, constants, runner = seen[0]
-    kernel, device, programs, _, tensors = given
-    compiled, stream = runner.compiled, module.current_stream(device)
-    rest = [constants[name] for name in kernel.arg_names[len(tensors) :]]
-    integers = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-    parts = compiled.function, compiled.packed_metadata, None, None, None
-    start = runner.start(programs, len(tensors))
-    by_triton = partial(compiled.run, programs, 1, 1, stream, *parts)
-    return {
-        "library": partial(module.launch, *given, **constants),
-        "Triton, tensors": partial(by_triton, *tensors, *rest),
-        "Triton, integers": partial(by_triton, *integers, *rest),
-        "C, tensors": partial(start, stream, *tensors),
-        "C, integers": partial(start, stream, *integers),
-    }
-
-
-HOW = ("library", "Triton, tensors", "Triton, integers", "C, tensors", "C, integers")
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_host_of_a_launch(row: Any, how: str) -> None:
-    """Host time of one launch."""
-    call = launches_of(gradients_of(WORKLOADS["small_10"]))[how]
-    figures = host_us(call)
-    row([figures["warm_us"]], started=call() is not False, **figures)
 
 
 def clip_of(provider: str, workload: str, rule: str) -> Callable[[], Any]:
@@ -231,36 +175,14 @@ def test_rule(row: Any, workload: str, rule: str) -> None:
     gradients.refill()
 
 
-@pytest.mark.parametrize("stream", ["warm-up's", "torch's"])
 @pytest.mark.parametrize("provider", ["tritonclip", "torch"])
 @pytest.mark.parametrize("rule", ["value", "norm"])
 @pytest.mark.parametrize("workload", ["small_1", "small_10", "resnet50"])
-def test_graph(row: Any, workload: str, rule: str, provider: str, stream: str) -> None:
-    """Replays of a CUDA graph, captured on the stream of the warm-up or on torch's own."""
+def test_graph(row: Any, workload: str, rule: str, provider: str) -> None:
+    """Replays of a CUDA graph, and how much longer they take than the call."""
     call = clip_of(provider, workload, rule)
-    graph = timing.captured(Timed(call), same_stream=stream == "warm-up's")
-    replays, alone = device_us(graph.replay), device_us(call)
+    replays, alone = device_us(timing.captured(Timed(call)).replay), device_us(call)
     row(replays, over_us=statistics.median(replays) - statistics.median(alone))
-
-
-@pytest.mark.parametrize("call", ["norm", "backwards", "forwards", "torch"])
-@pytest.mark.parametrize("megabytes", [5, 10, 20, 30, 40, 50, 70])
-def test_list_about_as_large_as_l2(row: Any, megabytes: int, call: str) -> None:
-    """Norm alone, or norm and scale, which walks back, or forwards as for the list turned round."""
-    n = megabytes * 2**20 // (4 * CHUNK)
-    gradients = gradients_of(Workload("chunks", f"{n} chunks", ((CHUNK,),) * n))
-    limit, grads = gradients.limit("norm", clipped=True), gradients.grads
-    batch, turned = bound(grads), bound(grads[::-1])
-    norm, clip = partial(batch.norm, 2.0, per_gradient=False), Clip(2.0, EPS, limit, 1.0)
-    calls: dict[str, Callable[[], Any]] = {
-        "norm": norm,
-        "backwards": lambda: batch.scale_(norm(), clip),
-        "forwards": lambda: turned.scale_(norm(), clip),
-        "torch": NAMED["torch"].make(gradients, "norm", limit).call,
-    }
-    times = device_us(calls[call], gradients.refill)
-    n_bytes = (1 if call == "norm" else 3) * gradients.n_bytes
-    row(times, bytes=n_bytes, gb_per_s=n_bytes / (statistics.median(times) * 1e3))
 
 
 @pytest.mark.parametrize("model", BATCHES)
@@ -281,54 +203,47 @@ def test_addresses_in_training(row: Any, model: str) -> None:
 def test_share_of_a_training_step(row: Any, model: str) -> None:
     """Wall time of whole steps: without a clip, with torch's and with ours, taken in turn."""
     made = steps_of(model, BATCHES[model], {"none": lambda *_: None, **CLIPS}, CUDA)
-    take_turns(made, Effort(ROUNDS, 0.0))
-    bare, figures = made["none"].wholes, dict[str, Any]()
+    found = take_turns(made, Effort(ROUNDS, 0.0), CUDA)
+    bare, figures = found["none"].walls, dict[str, Any]()
     for name in CLIPS:
-        walls = made[name].wholes
+        walls = found[name].walls
         figures |= spread(f"{name} over none", paired(walls, bare))
         figures[f"{name}_us"] = statistics.median(walls)
     row(bare, **figures)
 
 
-STEPS = {name: (clip, options) for name, (clip, options, _) in FEATURES.items()}
-STEPS["by value"] = tritonclip.ClipByValue(1e9), {}
+STEPS = {name: make for name, (make, _) in FEATURES.items()}
+STEPS["by value"] = partial(step_of, clip=tritonclip.ClipByValue(1e9))
+STEPS["the optimizer alone"] = lambda own: sgd_of(own).step
 
 
-@pytest.mark.parametrize("feature", ["the optimizer alone", BY_TORCH, *STEPS])
+@pytest.mark.parametrize("feature", [BY_TORCH, *STEPS])
 def test_step(row: Any, feature: str) -> None:
     """Launches and host time of a step of ClippedOptimizer, beside torch's and without a clip."""
     gradients = gradients_of(WORKLOADS["small_10"])
-    with ExitStack() as files:
-        if feature in STEPS:
-            step = step_of(*STEPS[feature], gradients.parameters, files)
-        elif feature == BY_TORCH:
-            step = NAMED["torch"].make(gradients, "step", 1e9).call
-        else:
-            step = sgd_of(gradients.parameters).step
-        figures = host_us(step)
-        # With the launch for every 64 steps.
-        n = timing.launches(lambda: [step() for _ in range(64)], CUDA) / 64
-        row([figures["warm_us"]], launches=n, **figures)
+    if feature == BY_TORCH:
+        step = NAMED["torch"].make(gradients, "step", 1e9).call
+    else:
+        step = STEPS[feature](gradients.parameters)
+    figures = host_us(step)
+    # With the launch for every 64 steps.
+    n = timing.launches(lambda: [step() for _ in range(64)], CUDA) / 64
+    row([figures["warm_us"]], launches=n, **figures)
 
 
-@pytest.mark.parametrize("processes", ["cold", "with binaries on disk", "8 at once, cold"])
-def test_first_call(row: Any, processes: str, tmp_path_factory: Any) -> None:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of compiled kernels, empty at first."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("process", ["cold", "with binaries on disk"])
+def test_first_call(row: Any, process: str, cache: Path) -> None:
     """Host time of the first call of a process, in parts."""
-    folder = tmp_path_factory.mktemp("cache")
-    if processes == "with binaries on disk":
-        first_calls(folder, 1)
-    parts = first_calls(folder, 8 if processes.startswith("8") else 1)
-    medians = {name: statistics.median(one[name] for one in parts) for name in parts[0]}
-    row([one["first call"] * 1e6 for one in parts], parts_s=medians)
-
-
-def first_calls(folder: Path, n: int) -> list[dict[str, float]]:
-    """Seconds of each part of the first call, in so many processes at once."""
-    given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    given["env"] = os.environ | {"TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, "-c", TIME_PARTS, json.dumps(FIRST_CALL)]
-    started = [subprocess.Popen(command, **given) for _ in range(n)]
-    return [json.loads(one.communicate(timeout=60)[0]) for one in started]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    seconds = json.loads(subprocess.check_output(command, env=environment, timeout=60))
+    row([seconds["first call"] * 1e6], parts_s=seconds)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -338,8 +253,14 @@ def test_kernel(row: Any, call: str, dtype: str) -> None:
     gradients = gradients_of(WORKLOADS["gpt2_124m"], dtype)
     times = device_us(verb(call, gradients), gradients.refill)
     n_bytes = VERBS[call] * gradients.n_bytes
-    rate = n_bytes / (statistics.median(times) * 1e3)
-    row(times, bytes=n_bytes, gb_per_s=rate, copy_gb_per_s=timing.copy_gb_per_s(CUDA))
+    row(times, bytes=n_bytes, gb_per_s=n_bytes / (statistics.median(times) * 1e3))
+
+
+def test_copy(row: Any) -> None:
+    """A copy of 1 GiB by torch, beside which the rates of kernels stand."""
+    source, target = torch.empty(2, 2**30, dtype=torch.uint8, device=CUDA)
+    times = device_us(partial(target.copy_, source))
+    row(times, bytes=2**31, gb_per_s=2**31 / (statistics.median(times) * 1e3))
 
 
 @pytest.mark.parametrize("step", ["unclipped", "clipped"])

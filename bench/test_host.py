@@ -6,10 +6,11 @@ table to pinned memory, the start of its upload, and the question which stream i
 
 from __future__ import annotations
 
+import atexit
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -60,25 +61,8 @@ CALLS: dict[str, Callable[[list[Tensor]], Callable[[], Any]]] = {
     "clip_(flat, 1.0)": lambda own: partial(tritonclip.clip_, tritonclip.FlatGradients(own), 1.0),
     "ClippedOptimizer(SGD).step()": lambda own: tritonclip.ClippedOptimizer(sgd_of(own), 1.0).step,
 }
+OUTLIER = tritonclip.Outlier()
 FIXED, BY_TORCH = "a fixed limit", "torch: clip_grad_norm_, step"
-# What a step may have beside a fixed limit: a rule, options of the wrapper (of the recorder whether
-# it takes the norm of each parameter; whether a loss is set before each step), and the goal in
-# microseconds over the step with a fixed limit.
-FEATURES: dict[str, tuple[Any, dict[str, Any], float]] = {
-    FIXED: (1e9, {}, 0.0),
-    "ClipByQuantile": (tritonclip.ClipByQuantile(), {}, 15.0),
-    "ClipByZScore": (tritonclip.ClipByZScore(), {}, 15.0),
-    "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}, 15.0),
-    "ClipByOwnQuantile": (tritonclip.ClipByOwnQuantile(), {}, 15.0),
-    "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
-    "skip_above=Outlier(), loss": (1e9, {"skip_above": tritonclip.Outlier(), "loss": True}, 25.0),
-    "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),
-    'nonfinite="skip"': (1e9, {"nonfinite": "skip"}, 10.0),
-    'nonfinite="error"': (1e9, {"nonfinite": "error"}, 10.0),
-    'nonfinite="async_error"': (1e9, {"nonfinite": "async_error"}, 10.0),
-    "recorder": (1e9, {"recorder": False}, 10.0),
-    "recorder, each=True": (1e9, {"recorder": True}, 15.0),
-}
 LAUNCHED = [f"norm and scale: {by}" for by in ("JIT", "library", "compiled kernel")]
 T = TypeVar("T")
 
@@ -124,43 +108,61 @@ def test_call(benchmark: Any, process: ProcessPoolExecutor, effort: Effort, path
     hand_over(benchmark, samples["tritonclip"])
 
 
-@pytest.fixture(scope="module")
-def steps(effort: Effort) -> Iterator[Comparison]:
-    """Steps of a wrapped SGD, one whose limit is fixed, and torch's loop; none clips."""
-    lists = {name: Gradients(MLP, "float32", CPU) for name in (*FEATURES, BY_TORCH)}
-    with ExitStack() as files:
-        made = {
-            name: step_of(clip, options, lists[name].parameters, files)
-            for name, (clip, options, _) in FEATURES.items()
-        }
-        made[BY_TORCH] = NAMED["torch"].make(lists[BY_TORCH], "step", 1e9).call
-        for step in made.values():
-            # Beyond every warm-up and half of every window.
-            for _ in range(150):
-                step()
-        yield Comparison({name: Timed(step) for name, step in made.items()}, effort, over_fixed)
+# Those of recorders are kept until the process ends.
+FILES = ExitStack()
+atexit.register(FILES.close)
+
+
+def recorder(**options: bool) -> tritonclip.Recorder:
+    """A recorder that writes to a temporary file."""
+    folder = FILES.enter_context(TemporaryDirectory())
+    return FILES.enter_context(tritonclip.record(Path(folder, "run.csv"), **options))
 
 
 def step_of(
-    clip: Any, options: Mapping[str, Any], parameters: list[Tensor], files: ExitStack
+    parameters: list[Tensor], clip: Any = 1e9, *, loss: bool = False, **options: Any
 ) -> Callable[[], Any]:
-    """A wrapped step of SGD with a feature; a recorder writes to `files`."""
-    own = {name: option for name, option in options.items() if name != "loss"}
-    if "recorder" in options:
-        folder = files.enter_context(TemporaryDirectory())
-        record = tritonclip.record(Path(folder, "run.csv"), each=options["recorder"])
-        own["recorder"] = files.enter_context(record)
-    optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **own)
+    """A wrapped step of SGD with options of the wrapper, before which a loss is set or not."""
+    optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options)
     step: Callable[[], Any] = optimizer.step
-    if "loss" not in options:
-        return step
-    loss = torch.ones((), device=parameters[0].device)
+    value = torch.ones((), device=parameters[0].device)
 
     def with_loss() -> None:
-        optimizer.loss = loss
-        optimizer.step()
+        optimizer.loss = value
+        step()
 
-    return with_loss
+    return with_loss if loss else step
+
+
+# What a step may have beside a fixed limit, and the goal in microseconds over the step without it.
+FEATURES: dict[str, tuple[Callable[[list[Tensor]], Callable[[], Any]], float]] = {
+    FIXED: (step_of, 0.0),
+    "ClipByQuantile": (partial(step_of, clip=tritonclip.ClipByQuantile()), 15.0),
+    "ClipByZScore": (partial(step_of, clip=tritonclip.ClipByZScore()), 15.0),
+    "ClipByOwnHistory": (partial(step_of, clip=tritonclip.ClipByOwnHistory()), 15.0),
+    "ClipByOwnQuantile": (partial(step_of, clip=tritonclip.ClipByOwnQuantile()), 15.0),
+    "skip_above=Outlier()": (partial(step_of, skip_above=OUTLIER), 15.0),
+    "skip_above=Outlier(), loss": (partial(step_of, skip_above=OUTLIER, loss=True), 25.0),
+    "skip_above=1e9": (partial(step_of, skip_above=1e9), 15.0),
+    'nonfinite="skip"': (partial(step_of, nonfinite="skip"), 10.0),
+    'nonfinite="error"': (partial(step_of, nonfinite="error"), 10.0),
+    'nonfinite="async_error"': (partial(step_of, nonfinite="async_error"), 10.0),
+    "recorder": (lambda own: step_of(own, recorder=recorder()), 10.0),
+    "recorder, each=True": (lambda own: step_of(own, recorder=recorder(each=True)), 15.0),
+}
+
+
+@pytest.fixture(scope="module")
+def steps(effort: Effort) -> Comparison:
+    """Steps of a wrapped SGD, one whose limit is fixed, and torch's loop; none clips."""
+    lists = {name: Gradients(MLP, "float32", CPU) for name in (*FEATURES, BY_TORCH)}
+    made = {name: make(lists[name].parameters) for name, (make, _) in FEATURES.items()}
+    made[BY_TORCH] = NAMED["torch"].make(lists[BY_TORCH], "step", 1e9).call
+    for step in made.values():
+        # Beyond every warm-up and half of every window.
+        for _ in range(150):
+            step()
+    return Comparison({name: Timed(step) for name, step in made.items()}, effort, over_fixed)
 
 
 def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:
@@ -169,7 +171,7 @@ def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:
         return {}
     pairs = zip(samples[name].walls, samples[FIXED].walls, strict=True)
     over = statistics.median(one - fixed for one, fixed in pairs)
-    return {"over_us": over, "over_us_goal": FEATURES[name][2]}
+    return {"over_us": over, "over_us_goal": FEATURES[name][1]}
 
 
 @pytest.mark.parametrize("feature", [*FEATURES, BY_TORCH])

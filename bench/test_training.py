@@ -8,7 +8,6 @@ each round. Clips are called as in a training loop, with `model.parameters()`.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import tritonclip
-from bench.comparison import CPU, Effort, hand_over
+from bench.comparison import CPU, AllSamples, Effort, hand_over
 from bench.models import MODELS
-from tritonclip.samples import Samples, paired, spread, synchronize
+from tritonclip.samples import Timed, interleaved, paired, spread
 
 Clip = Callable[..., object]
 CLIPS: dict[str, Clip] = {
@@ -36,27 +35,21 @@ WARM_UP, LONGER = 3, 30
 
 
 class Step:
-    """Training steps of a model, and the microseconds of each and, on the host, of its clip."""
+    """Training steps of a model, and the microseconds of each clip on the host."""
 
     def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor, clip: Clip) -> None:
         self.model, self.inputs, self.targets, self.clip = model, inputs, targets, clip
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=inputs.is_cuda or None)
-        self.wholes: list[float] = []
         self.clips: list[float] = []
 
     def __call__(self) -> None:
         """Takes a step."""
-        synchronize(self.inputs.device)
-        start = perf_counter_ns()
         self.optimizer.zero_grad()
         cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets).backward()
-        before = perf_counter_ns()
+        start = perf_counter_ns()
         self.clip(self.model.parameters(), 1.0)
-        after = perf_counter_ns()
+        self.clips.append((perf_counter_ns() - start) / 1e3)
         self.optimizer.step()
-        synchronize(self.inputs.device)
-        self.wholes.append((perf_counter_ns() - start) / 1e3)
-        self.clips.append((after - before) / 1e3)
 
 
 def steps_of(
@@ -71,33 +64,28 @@ def steps_of(
     return {name: Step(copy.deepcopy(first), inputs, targets, clip) for name, clip in clips.items()}
 
 
-def take_turns(steps: Mapping[str, Step], effort: Effort) -> None:
-    """Takes steps in turn, and forgets the first ones."""
-    order, n = list(steps.values()), 0
-    end = perf_counter_ns() + effort.seconds * 1e9
-    while n < WARM_UP + effort.samples or perf_counter_ns() < end:
-        random.Random(n).shuffle(order)
-        for step in order:
-            step()
-        n += 1
-    for step in order:
-        del step.wholes[:WARM_UP], step.clips[:WARM_UP]
+def take_turns(steps: Mapping[str, Step], effort: Effort, device: torch.device) -> AllSamples:
+    """Samples of steps, each with one of its clip."""
+    calls = list(map(Timed, steps.values()))
+    found = interleaved(calls, device, *effort, most_calls=1, warm_up=WARM_UP)
+    for step in steps.values():
+        del step.clips[:WARM_UP]
+    return dict(zip(steps, found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def steps(effort: Effort, model: str) -> dict[str, Step]:
+def measured(effort: Effort, model: str) -> tuple[dict[str, Step], AllSamples]:
     """Steps of a model with each clip, taken in turn."""
-    made = steps_of(model, BATCHES[model], CLIPS, CPU)
-    take_turns(made, effort._replace(seconds=LONGER * effort.seconds))
-    return made
+    steps = steps_of(model, BATCHES[model], CLIPS, CPU)
+    return steps, take_turns(steps, effort._replace(seconds=LONGER * effort.seconds), CPU)
 
 
 @pytest.mark.parametrize("provider", CLIPS)
 @pytest.mark.parametrize("model", BATCHES, scope="module")
-def test_training(benchmark: Any, steps: dict[str, Step], provider: str) -> None:
+def test_training(benchmark: Any, measured: Any, provider: str) -> None:
     """Time of a step, and its clip's."""
-    step = steps[provider]
-    share = spread("step_share", paired(step.clips, step.wholes))
+    step, samples = (of[provider] for of in measured)
+    share = spread("step_share", paired(step.clips, samples.walls))
     n_tensors = len(list(step.model.parameters()))
     benchmark.extra_info |= {"tensors": n_tensors, **spread("clip_us", step.clips), **share}
-    hand_over(benchmark, Samples(step.wholes, [], 1))
+    hand_over(benchmark, samples)

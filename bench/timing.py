@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
 
-from tritonclip.samples import Timed, sample, synchronize
+from tritonclip.samples import Timed, synchronize
 
 # The profiler would tell of its own stages on the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -29,8 +28,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 HEAD_START, CYCLES_PER_US = 4.0, 2_000
 # Samples of the time on the GPU alone: it varies by 1%.
 DEVICE_SAMPLES = 15
-# Bytes copied to measure the bandwidth of memory, well beyond every cache.
-COPIED = {"cpu": 2**28, "cuda": 2**30}
 # Spins until its parent ends, which Ctrl-C is meant for.
 SPIN = """import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,11 +74,8 @@ def device_us(timed: Timed, device: torch.device, host_us: float) -> list[float]
     return times
 
 
-def captured(timed: Timed, *, same_stream: bool = True) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a call, captured on the stream of its warm-up, or on torch's own for graphs.
-
-    The warm-up runs on a separate stream, as torch's documentation asks.
-    """
+def captured(timed: Timed) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call, warmed up on a separate stream, as torch's documentation asks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,7 +83,7 @@ def captured(timed: Timed, *, same_stream: bool = True) -> torch.cuda.CUDAGraph:
             timed.prepared()()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream if same_stream else None):
+    with torch.cuda.graph(graph, stream=stream):
         timed.call()
     return graph
 
@@ -114,12 +108,3 @@ def extra_bytes(call: Callable[[], Any]) -> int:
     events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     return int(max(accumulate(changes, initial=0)))
-
-
-@cache
-def copy_gb_per_s(device: torch.device) -> float:
-    """Bytes read and written a second, in GB, while a large buffer is copied: the best of ten."""
-    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    times = [sample(Timed(lambda: target.copy_(source)), device)[1] for _ in range(11)]
-    return 2 * source.nbytes / (min(times[1:]) * 1e3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -179,6 +180,8 @@ PLANS: dict[str, Plan] = {
         (("small_10", "resnet20"), "float32", ("step",)),
         (("small_10", "resnet20"), "bfloat16", CLIPS),
     ),
+    # Beside other frameworks.
+    "frameworks": ((("resnet50", "gpt2_124m", "lora_r16", "odd"), "float32", CLIPS),),
     # As much as ten minutes of an H100 show.
     "gpu": (
         (("small_1", "small_10", "small_100", "mlp8", "resnet20"), "float32", TWO),
@@ -211,17 +214,10 @@ def named(part: str, value: str) -> str:
     return {"workload": titles, "rule": BY}.get(part, {}).get(value, value)
 
 
-def cases_of(
-    plan: Plan, names: Sequence[str] = (), dtypes: Sequence[str] = (), rules: Sequence[str] = ()
-) -> list[tuple[str, str, str, str]]:
-    """Workload, dtype, rule and step of each case: what fits of a plan, or all of named lists."""
-    lines = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
+def cases_of(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Workload, dtype, rule and step of each case."""
     return [
         (name, dtype, rule, step)
-        for workloads, dtype, own in (lines if names else plan)
-        if dtype in (dtypes or DTYPES)
-        for name in workloads
-        for rule in own
-        if rule in (rules or RULES)
-        for step in STEPS
+        for workloads, dtype, rules in plan
+        for name, rule, step in product(workloads, rules, STEPS)
     ]

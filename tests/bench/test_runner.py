@@ -16,7 +16,7 @@ pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installe
 # One worker takes the first run for all.
 pytestmark = pytest.mark.xdist_group("bench")
 
-IN_PLACE = (BENCH / "test_clip.py", "--workload", "lenet5", "--provider", "torch")
+IN_PLACE = (BENCH / "test_clip.py", "-k", "lenet5-float32", "--provider", "torch")
 CASES = {(rule, step) for rule in RULES[:3] for step in ("unclipped", "clipped")}
 
 
@@ -36,7 +36,7 @@ def test_json_has_all_cases_with_their_samples_figures_and_provenance(first):
     assert record["machine_info"]["backend"] in ("native", "torch")
     assert record["machine_info"]["cpu"].keys() == {"brand_raw", "count"}
     assert record["exit_status"] == 0
-    assert "--workload lenet5 --provider torch" in record["command"]
+    assert "-k lenet5-float32 --provider torch" in record["command"]
     assert "json" not in record["command"]
     rows = record["benchmarks"]
     found = {(one["params"]["rule"], one["params"]["step"]) for one in rows}
@@ -75,11 +75,11 @@ def test_a_run_fails_that_is_slower_than_the_saved_one(first):
 
 
 WRONG = """
-from bench import speed
+from bench import providers
 def off(one):
     return one._replace(make=lambda gradients, rule, limit: one.make(gradients, rule, limit / 2))
-names = ("tritonclip", "torch")
-speed.IN_PLACE = tuple(off(one) if one.name in names else one for one in speed.IN_PLACE)
+ours, torchs, *others = providers.IN_PLACE
+providers.IN_PLACE = (off(ours), off(torchs), *others)
 """
 
 

@@ -31,15 +31,13 @@ def figures(gradients, rule, clipped, providers, conditions=None):
 
 
 def run_bench(*arguments, before=""):
-    """A finished run of pytest on the benchmarks, short and with little memory copied."""
+    """A finished short run of pytest on the benchmarks."""
     code = f"""
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # In a worker of pytest-xdist, which the run would take itself for, nothing is timed.
 os.environ.pop("PYTEST_XDIST_WORKER", None)
 import pytest
-from bench import timing
-timing.COPIED["cpu"] = 2**16
 {before}
 sys.exit(pytest.main())
 """
