@@ -15,6 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,7 +87,6 @@ class Task(NamedTuple):
 
 
 def sgd(lr: float, momentum: float = 0.9) -> Callable[..., torch.optim.Optimizer]:
-    """SGD with momentum, without its parameters."""
     return partial(torch.optim.SGD, lr=lr, momentum=momentum)
 
 
@@ -97,17 +97,12 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def regress(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean squared error."""
     inputs, targets = batch
     return mse_loss(model(inputs).squeeze(-1), targets)
 
 
 def normal(generator: torch.Generator, *sizes: int) -> Tensor:
-    """Standard normal numbers."""
     return torch.randn(sizes, generator=generator)
-
-
-# Recurrent.
 
 
 def first_symbol(generator: torch.Generator, n: int) -> Batch:
@@ -139,11 +134,7 @@ def counted(generator: torch.Generator, n: int) -> Batch:
 
 
 def lstm() -> nn.Module:
-    """An LSTM that counts letters."""
     return Recurrent(nn.LSTM(4, 24, batch_first=True), 24, 4, each=True)
-
-
-# Attention, convolution.
 
 
 class Transformer(nn.Module):
@@ -189,18 +180,14 @@ def bars(generator: torch.Generator, n: int) -> Batch:
 
 
 def convolution() -> nn.Module:
-    """A convolutional network without normalization."""
     first = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     second = nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16 * 4, 8))
 
 
-# Noise.
-
-
+# The functions, and the matrix, that are to be learned.
 @cache
 def hidden_network(inputs: int, outputs: int) -> nn.Sequential:
-    """The function that is to be learned."""
     with torch.random.fork_rng([]):
         torch.manual_seed(5)
         return dense(inputs, 32, outputs, between=nn.Tanh).requires_grad_(False)
@@ -208,7 +195,6 @@ def hidden_network(inputs: int, outputs: int) -> nn.Sequential:
 
 @cache
 def weights(n: int) -> Tensor:
-    """Of a linear function that is to be learned."""
     return normal(torch.Generator().manual_seed(5), n)
 
 
@@ -230,7 +216,6 @@ def mislabelled(generator: torch.Generator, n: int, wrong: float = 0.0) -> Batch
 
 
 def smooth_function(generator: torch.Generator, n: int) -> Batch:
-    """A smooth function of ten inputs."""
     x = normal(generator, n, 10)
     return x, hidden_network(10, 1)(2 * x).squeeze(1)
 
@@ -261,11 +246,7 @@ def in_logarithms(model: nn.Module, batch: Batch) -> Tensor:
     return mse_loss(model(inputs).squeeze(-1), inputs @ weights(10) * 0.6)
 
 
-# Deep, or not convex.
-
-
 def deep() -> nn.Module:
-    """Sixteen layers without normalization."""
     model = dense(10, *[32] * 16, 1)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -289,18 +270,13 @@ class Factors(nn.Module):
 
 @cache
 def low_rank() -> Tensor:
-    """The matrix that is to be found."""
     generator = torch.Generator().manual_seed(5)
     return normal(generator, 40, 4) @ normal(generator, 4, 40)
 
 
 def elements(generator: torch.Generator, n: int) -> Batch:
-    """Elements of the matrix."""
     places = torch.randint(40, (n, 2), generator=generator)
     return places, low_rank()[places[:, 0], places[:, 1]]
-
-
-# Two losses that are not of a fixed set of data.
 
 
 class PoleTraining(Training):
@@ -391,7 +367,6 @@ class RingTraining(Training):
 
 
 def game() -> nn.Module:
-    """Generator and discriminator."""
     return nn.ModuleList([dense(2, 64, 64, 2), dense(2, 64, 64, 1)])
 
 
@@ -408,11 +383,7 @@ def distance(made: Tensor, real: Tensor) -> Tensor:
     return 2 * torch.cdist(made, real).mean() - within
 
 
-# Nothing to gain.
-
-
 def clean_line(generator: torch.Generator, n: int) -> Batch:
-    """A linear function without noise."""
     x = normal(generator, n, 20)
     return x, x @ weights(20)
 
@@ -445,7 +416,7 @@ TASKS = {
     "clean regression": Task(LINE, sgd(0.01), regress, clean_line, 32, 400, 512),
 }
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-RULES: dict[str, Rule] = {
+RULES: dict[str, float | Rule] = {
     "ClipByQuantile()": tritonclip.ClipByQuantile(),
     "ClipByZScore()": tritonclip.ClipByZScore(),
     "ClipByUnitNorm()": tritonclip.ClipByUnitNorm(),
@@ -463,7 +434,7 @@ class Run(NamedTuple):
     loss: float  # At its end, on held-out data.
     losses: list[float]  # Of its steps.
     norms: list[float]  # Before clipping, one after the other where a step clips twice.
-    seconds: float  # That it took.
+    seconds: float
 
 
 @cache
@@ -484,11 +455,11 @@ def train(name: str, seed: int, clip: float | Rule) -> Run:
     torch.manual_seed(seed)
     step = TASKS[name].make()
     losses = [float(step(batch, clip_)) for batch in TASKS[name].batches(seed)]
-    loss, numbers = step.held_out_loss(), [float(norm) for norm in norms]
-    return Run(loss, losses, numbers, time.perf_counter() - begun)
+    loss = step.held_out_loss()
+    return Run(loss, losses, list(map(float, norms)), time.perf_counter() - begun)
 
 
-def suggested(run: Run, *, with_losses: bool) -> float | None:
+def suggested(run: Run, *, with_losses: bool) -> float:
     """The limit for a recorded run without clipping."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "run.csv")
@@ -496,29 +467,25 @@ def suggested(run: Run, *, with_losses: bool) -> float | None:
             for i, norm in enumerate(run.norms):
                 loss = run.losses[i * len(run.losses) // len(run.norms)]
                 recorder.add_(norm, limit=math.inf, loss=loss if with_losses else None)
-        try:
-            return tritonclip.suggest_max_norm(path).max_norm
-        except ValueError:
-            # Too few norms before the first NaN.
-            return None
+        # Of too few norms before the first NaN nothing is suggested.
+        with suppress(ValueError):
+            return tritonclip.suggest_max_norm(path).max_norm or math.inf
+    return math.inf
 
 
 @cache
-def found(name: str) -> float | None:
+def found(name: str) -> float:
     """The limit that `find_max_norm` finds in trainings that are not judged."""
     task = TASKS[name]
+    steps, batches = min(STEPS_OF_FIND, task.steps), task.batches(SEEDS_OF_FIND[0])
     search = tritonclip.find_max_norm(
-        task.make,
-        task.batches(SEEDS_OF_FIND[0]),
-        steps=min(STEPS_OF_FIND, task.steps),
-        seeds=SEEDS_OF_FIND,
-        progress=lambda done, most: None,
+        task.make, batches, steps=steps, seeds=SEEDS_OF_FIND, progress=lambda done, most: None
     )
-    return search.max_norm
+    return search.max_norm or math.inf
 
 
-def advised(advice: str, name: str, seed: int) -> float | Rule | None:
-    """The limit or rule for a training; None for no clipping."""
+def advised(advice: str, name: str, seed: int) -> float | Rule:
+    """The limit or rule for a training; inf for no clipping."""
 
     def loss_at(limit: float) -> float:
         loss = train(name, seed, limit).loss
@@ -530,7 +497,7 @@ def advised(advice: str, name: str, seed: int) -> float | Rule | None:
         return suggested(train(name, seed, math.inf), with_losses=SUGGESTED[advice])
     if advice == "find":
         return found(name)
-    return {"no clipping": None, "1.0": 1.0, **RULES}[advice]
+    return {**RULES, "no clipping": math.inf, "1.0": 1.0}[advice]
 
 
 def outcomes_of(name: str, seeds: Sequence[int]) -> dict[str, tuple[dict[str, Any], list[float]]]:
@@ -546,15 +513,12 @@ def outcomes_of(name: str, seeds: Sequence[int]) -> dict[str, tuple[dict[str, An
     outcomes = {}
     for advice in ADVICE:
         clips = [advised(advice, name, seed) for seed in seeds]
-        clips = [math.inf if clip is None else clip for clip in clips]
         runs = [train(name, seed, clip) for seed, clip in zip(seeds, clips, strict=True)]
         pairs = zip(runs, untrained, strict=True)
         figures = {
             "untrained": untrained,
             "losses": [run.loss if run.loss < most else most for run, most in pairs],
-            "limits": [
-                clip if isinstance(clip, float) and math.isfinite(clip) else None for clip in clips
-            ],
+            "limits": [c if isinstance(c, float) and c < math.inf else None for c in clips],
         }
         outcomes[advice] = figures, [run.seconds for run in runs]
     return outcomes

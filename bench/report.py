@@ -92,10 +92,14 @@ def flat(benchmark: dict[str, Any]) -> Row:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON of a whole run without a failure; ends with a message where it is another."""
+    """The JSON of a whole run without a failure, of what tables are made of; else a message.
+
+    Numbers have seven digits: more than any clock has, and as many as a float32 norm.
+    """
     if not path.exists():
         sys.exit(f"{path} does not exist: measure first, with --benchmark-json={path}")
-    record: dict[str, Any] = json.loads(path.read_text())
+    text, number = path.read_text(), lambda digits: float(f"{float(digits):.7g}")
+    record: dict[str, Any] = json.loads(text, parse_float=number)
     names = [one["name"] for one in record.get("benchmarks", ())]
     status = record.get("exit_status")
     if status != 0 or not names or len(set(names)) < len(names):
@@ -104,7 +108,17 @@ def read(path: Path) -> dict[str, Any]:
             f"0, got {len(names)} rows, {len(set(names))} of them different, and status {status}: "
             "measure again, to the end"
         )
-    return {**record, "benchmarks": [rounded(one) for one in record["benchmarks"]]}
+    kept = {name: record[name] for name in ("command", "exit_status", "datetime")}
+    machine, commit = record["machine_info"].items(), record["commit_info"].items()
+    kept["machine_info"] = {k: v for k, v in machine if not OF_PLUGIN.fullmatch(k)}
+    kept["commit_info"] = {k: v for k, v in commit if k in ("id", "dirty")}
+    keys = ("name", "params", "extra_info")
+    kept["benchmarks"] = [
+        {key: one[key] for key in keys}
+        | {"stats": {k: v for k, v in one["stats"].items() if k in STATS}}
+        for one in record["benchmarks"]
+    ]
+    return kept
 
 
 def origin(record: dict[str, Any]) -> dict[str, Any]:
@@ -115,8 +129,7 @@ def origin(record: dict[str, Any]) -> dict[str, Any]:
     short = commit[:7] if len(commit) == 40 else commit
     found["commit"] = f"{short}-dirty" if record["commit_info"].get("dirty") else short
     found["cpu"] = cpu["brand_raw"]
-    found |= {"cores": cpu["count"], "platform": f"{system} {kind}"}
-    return found | {k: v for k, v in machine.items() if not OF_PLUGIN.fullmatch(k)}
+    return found | {"cores": cpu["count"], "platform": f"{system} {kind}"} | machine
 
 
 def line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
@@ -124,29 +137,15 @@ def line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
     return ", ".join(f"{name} {origin[name]}" for name in names or origin)
 
 
-def trimmed(record: dict[str, Any], whole: bool) -> str:
-    """JSON of the rows, one a line, with what tables are made of; of other providers if `whole`."""
-    keys = ("name", "params", "extra_info")
-    lines = [
-        {key: one[key] for key in keys}
-        | {"stats": {k: v for k, v in one["stats"].items() if k in STATS}}
+def dumped(record: dict[str, Any], whole: bool) -> str:
+    """JSON with a row a line; of other providers if `whole`."""
+    rows = ",\n".join(
+        json.dumps(one, allow_nan=False, separators=(",", ":"))
         for one in record["benchmarks"]
         if whole or one["params"]["provider"] == "tritonclip"
-    ]
-    start = {name: record[name] for name in ("command", "exit_status", "datetime", "machine_info")}
-    machine = record["machine_info"].items()
-    start["machine_info"] = {k: v for k, v in machine if not OF_PLUGIN.fullmatch(k)}
-    start["commit_info"] = {k: v for k, v in record["commit_info"].items() if k in ("id", "dirty")}
-    short: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
-    rows = ",\n".join(json.dumps(one, **short) for one in lines)
+    )
+    start = {name: value for name, value in record.items() if name != "benchmarks"}
     return f'{json.dumps(start, indent=1)[:-2]},\n "benchmarks": [\n{rows}\n]}}\n'
-
-
-def rounded(value: Any) -> Any:
-    """Seven digits: more than any clock has, and as many as a float32 norm."""
-    if isinstance(value, dict):
-        return {name: rounded(one) for name, one in value.items()}
-    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def unique(rows: Sequence[Row], part: str) -> list[str]:
@@ -438,7 +437,7 @@ def write(root: Path, check: bool = False) -> list[Path]:
         record = read(path)
         source, rows = origin(record), list(map(flat, record["benchmarks"]))
         is_whole = of_providers or any("device_us" in r or "rule" not in r for r in rows)
-        texts[path] = trimmed(record, bool(is_whole))
+        texts[path] = dumped(record, bool(is_whole))
         for rule, own in ({} if of_providers else drawn(ratio_rows(rows))).items():
             for figure in (f"{name}-{rule}.svg", f"{name}-{rule}-dark.svg"):
                 if figure in match.string or (kind == "bench" and "dark" not in figure):
