@@ -149,7 +149,6 @@ def dumped(record: dict[str, Any], whole: bool) -> str:
 
 
 def unique(rows: Sequence[Row], part: str) -> list[str]:
-    """A part of the cases, each value in the order in which it comes first."""
     return list(dict.fromkeys(row[part] for row in rows))
 
 
@@ -168,7 +167,6 @@ def ratio_cell(row: Row) -> str:
 
 
 def time_cell(row: Row) -> str:
-    """The time of a call, and its ratio where it has one."""
     more = f", {row['ratio']:.2f}x" if "ratio" in row else ""
     return f"{row['us'] / 1e3:.3g} ms{more}"
 
@@ -300,7 +298,6 @@ def in_losses(rows: Sequence[Row]) -> str:
 
 
 def middle(values: Sequence[float]) -> str:
-    """The median in three digits."""
     return f"{statistics.median(values):.3g}"
 
 
@@ -357,7 +354,6 @@ def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def case_of(row: Row) -> tuple[str, ...]:
-    """The names of its parts."""
     return tuple(named(part, row[part]) for part in CASE)
 
 

@@ -54,7 +54,6 @@ HARD |= {
 
 @pytest.fixture(scope="module")
 def gradients(workload: str) -> list[Tensor]:
-    """Gradients that both providers measure."""
     return HARD[workload]()
 
 

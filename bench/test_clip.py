@@ -20,5 +20,4 @@ PROVIDERS, PLANS = IN_PLACE, workloads.PLANS
 
 
 def test_clip(benchmark: Any, comparison: Comparison, provider: str) -> None:
-    """One provider of a case."""
     comparison.hand_over(benchmark, provider)

@@ -65,7 +65,6 @@ def _fsdp2(**options: Any) -> list[Any]:
 
 
 def _partial(mesh: DeviceMesh) -> Any:
-    """A gradient that is a sum over processes."""
     one = _parameter((32,), mesh, [Replicate()], 9)
     local = torch.randn(32, generator=torch.Generator().manual_seed(dist.get_rank()))
     one.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
@@ -116,7 +115,6 @@ CLIPS: dict[str, Any] = {
 
 
 def why_absent(layout: str, provider: str) -> str | None:
-    """Why a provider is not measured."""
     if (layout, provider) in HANGS:
         return "waits for ever"
     installed = provider != "accelerate" or find_spec(provider)

@@ -78,7 +78,6 @@ def feature(name: str, providers: Sequence[str], *arguments: Iterable[str]) -> C
 
 
 def listed(name: str, dtype: str = "float32") -> Gradients:
-    """Gradients of a workload."""
     return Gradients(WORKLOADS[name], dtype, CPU)
 
 
@@ -123,7 +122,6 @@ def accumulate(workload: str, step: str) -> Calls:
 
 @feature("clip_tensors_", ("tritonclip", "by hand", "as .grad"), THREE)
 def clip_tensors(workload: str) -> Calls:
-    """Tensors that are no `.grad`, clipped in place."""
     gradients = listed(workload)
     limit, tensors = gradients.limit("norm", True), gradients.grads
 
@@ -215,7 +213,6 @@ def spectra(title: str) -> list[Tensor]:
 
 
 def clip_by_svd(grads: list[Tensor], limit: float) -> list[Tensor]:
-    """Singular values over a limit brought to it."""
     parts = [torch.linalg.svd(x, full_matrices=False) for x in grads]
     return [(u * s.clamp(max=limit)) @ v for u, s, v in parts]
 
@@ -434,7 +431,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def comparison(effort: Effort, call: str, workload: str) -> Comparison:
-    """The calls of a feature, checked."""
     calls, faults = FEATURES[call].checked(workload)
 
     def figures(name: str, samples: AllSamples) -> dict[str, Any]:
@@ -460,5 +456,4 @@ def difference(results: Any, truth: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize(("call", "workload", "provider"), CASES, scope="module")
 def test_feature(benchmark: Any, comparison: Comparison, provider: str) -> None:
-    """One provider of a feature on one gradient list."""
     comparison.hand_over(benchmark, provider)

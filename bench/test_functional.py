@@ -15,5 +15,4 @@ PROVIDERS, PLANS = OUT_OF_PLACE, FUNCTIONAL
 
 
 def test_functional(benchmark: Any, comparison: Comparison, provider: str) -> None:
-    """One provider of a case."""
     comparison.hand_over(benchmark, provider)

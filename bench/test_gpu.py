@@ -77,8 +77,6 @@ print(json.dumps(seconds))"""
 
 @pytest.fixture
 def row(benchmark: Any) -> Callable[..., None]:
-    """Hands over samples and figures of a test."""
-
     def add(walls: list[float], **figures: Any) -> None:
         benchmark.extra_info |= figures
         hand_over(benchmark, Samples(walls, [], 1))
@@ -93,7 +91,6 @@ def gradients_of(workload: Workload, dtype: str = "float32") -> Gradients:
 
 
 def host_us(call: Callable[[], Any]) -> dict[str, float]:
-    """Host time of a call, warm and cold, and wall time."""
     swept = torch.zeros(SWEPT // 4, device="cpu")
     for _ in range(5):
         call()
@@ -105,12 +102,10 @@ def host_us(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def device_us(call: Callable[[], Any], prepare: Any = None) -> list[float]:
-    """Times of a call on the GPU alone."""
     return timing.device_us(Timed(call, prepare), CUDA, HOST_US)
 
 
 def bound(grads: list[Tensor]) -> Any:
-    """The Triton backend's layout of gradients."""
     backend = importlib.import_module("tritonclip.backends.triton")
     return backend.TritonLayout(grads).bind(grads, None)
 
@@ -139,7 +134,6 @@ def clip_of(provider: str, workload: str, rule: str) -> Callable[[], Any]:
 @pytest.mark.parametrize("rule", ["value", "norm"])
 @pytest.mark.parametrize("workload", ["small_1", "small_10", "resnet50"])
 def test_host_of_a_call(row: Any, workload: str, rule: str, provider: str) -> None:
-    """Host time of a call."""
     figures = host_us(clip_of(provider, workload, rule))
     row([figures["warm_us"]], **figures)
 
@@ -249,7 +243,6 @@ def test_first_call(row: Any, process: str, cache: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("call", VERBS)
 def test_kernel(row: Any, call: str, dtype: str) -> None:
-    """One launch of a kernel on GPT-2."""
     gradients = gradients_of(WORKLOADS["gpt2_124m"], dtype)
     times = device_us(verb(call, gradients), gradients.refill)
     n_bytes = VERBS[call] * gradients.n_bytes

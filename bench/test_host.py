@@ -114,7 +114,6 @@ atexit.register(FILES.close)
 
 
 def recorder(**options: bool) -> tritonclip.Recorder:
-    """A recorder that writes to a temporary file."""
     folder = FILES.enter_context(TemporaryDirectory())
     return FILES.enter_context(tritonclip.record(Path(folder, "run.csv"), **options))
 
@@ -177,7 +176,6 @@ def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:
 @pytest.mark.parametrize("feature", [*FEATURES, BY_TORCH])
 @pytest.mark.parametrize("path", ["cpu"])
 def test_step(benchmark: Any, steps: Comparison, feature: str, path: str) -> None:
-    """Time of a step with a feature."""
     steps.hand_over(benchmark, feature)
 
 
@@ -224,7 +222,6 @@ def shortest() -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize("list", LISTS)
 @pytest.mark.parametrize("path", BOTH, scope="module")
 def test_list(benchmark: Any, process, shortest, effort: Effort, path, list, tensors) -> None:
-    """Time of a call on a list of so many tensors."""
     given = list_samples, tensors, list, effort
     samples, floor = process.submit(without_launches, path, *given).result()
     found, us = {"floor_us": floor}, statistics.median(samples.walls)
@@ -277,7 +274,6 @@ def launch_samples(effort: Effort) -> AllSamples:
 
 @pytest.fixture(scope="module")
 def launched(process: ProcessPoolExecutor, effort: Effort) -> AllSamples:
-    """The samples of all launches."""
     return process.submit(launch_samples, effort).result()
 
 

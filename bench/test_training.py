@@ -83,7 +83,6 @@ def measured(effort: Effort, model: str) -> tuple[dict[str, Step], AllSamples]:
 @pytest.mark.parametrize("provider", CLIPS)
 @pytest.mark.parametrize("model", BATCHES, scope="module")
 def test_training(benchmark: Any, measured: Any, provider: str) -> None:
-    """Time of a step, and its clip's."""
     step, samples = (of[provider] for of in measured)
     share = spread("step_share", paired(step.clips, samples.walls))
     n_tensors = len(list(step.model.parameters()))

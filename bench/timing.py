@@ -37,7 +37,6 @@ while os.getppid() == parent: sum(range(100_000))"""
 
 @contextmanager
 def busy_cores(n: int) -> Iterator[None]:
-    """Keeps `n` other processes spinning."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
     try:
         yield

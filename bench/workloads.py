@@ -215,7 +215,6 @@ def named(part: str, value: str) -> str:
 
 
 def cases_of(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Workload, dtype, rule and step of each case."""
     return [
         (name, dtype, rule, step)
         for workloads, dtype, rules in plan
