@@ -108,8 +108,7 @@ def lenet5() -> nn.Module:
 def lstm() -> nn.Module:
     """A language model of characters: two layers of LSTM."""
     return nn.Sequential(
-        nn.Embedding(96, 256),
-        Recurrent(nn.LSTM(256, 256, 2, batch_first=True), 256, 96, each=True),
+        nn.Embedding(96, 256), Recurrent(nn.LSTM(256, 256, 2, batch_first=True), 256, 96, each=True)
     )
 
 

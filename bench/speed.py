@@ -19,6 +19,7 @@ from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import AllSamples, Comparison, Effort, ratio
 from bench.providers import BASELINES, Entry, Provider
 from bench.workloads import CLIPS
+from helpers.graphs import captured
 from tritonclip.samples import Timed, paired
 
 # Longer lists on a CPU stand beside torch.sum over as many bytes: the time to read them once.
@@ -56,7 +57,7 @@ def compare(
             entries[name].refill()
             host = found["host_us"] = statistics.median(samples[name].hosts)
             found["launches"] = timing.launches(calls[name].call, device)
-            replay = calls[name]._replace(call=timing.captured(calls[name]).replay)
+            replay = calls[name]._replace(call=captured(calls[name].call)[0].replay)
             for figure, timed in (("device_us", calls[name]), ("graph_us", replay)):
                 found[figure] = statistics.median(timing.device_us(timed, device, host))
         return found

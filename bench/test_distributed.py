@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,17 +23,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
 from bench.accuracy import OURS
 from bench.comparison import AllSamples, Comparison, Effort, beside_torch, hand_over
+from helpers import reference
+from helpers.spread import collectives_of, mesh_of, parameter, whole, with_partial
 from tritonclip.samples import Samples, Timed
 
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
@@ -41,60 +41,44 @@ SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
 # Of torch's host time on as many DTensors.
 SHARE = 0.25
 MAX_NORM = 1e-3
-_mesh = partial(init_device_mesh, "cpu")
-
-
-def _parameter(shape, mesh, placements=(), seed=0, dtype=torch.float32, size=1.0):
-    """A parameter and its gradient, placed alike; plain without a mesh."""
-    generator = torch.Generator().manual_seed(seed)
-    grad = (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
-    if mesh is not None:
-        # Every process has all of it: none sends.
-        grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
-    made = nn.Parameter(torch.zeros_like(grad))
-    made.grad = grad
-    return made
 
 
 def _shards(mesh: DeviceMesh, *placements: Placement, **options: Any) -> list[Any]:
-    return [_parameter((64, 32), mesh, placements, seed, **options) for seed in range(3)]
+    return [parameter((64, 32), mesh, placements, seed=seed, **options) for seed in range(3)]
 
 
 def _fsdp2(**options: Any) -> list[Any]:
-    return _shards(_mesh((4,)), Shard(0), **options)
+    return _shards(mesh_of(4), Shard(0), **options)
 
 
 def _partial(mesh: DeviceMesh) -> Any:
-    one = _parameter((32,), mesh, [Replicate()], 9)
-    local = torch.randn(32, generator=torch.Generator().manual_seed(dist.get_rank()))
-    one.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-    return one
+    return with_partial(parameter((32,), mesh, [Replicate()], seed=9), [Partial()])
 
 
 def _two_meshes() -> list[Any]:
     """Matrices on both dimensions, norms on one: tensor parallelism with FSDP2."""
-    mesh = _mesh((2, 2), mesh_dim_names=("dp", "tp"))
-    return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    return [*_shards(mesh, Shard(0), Shard(1)), parameter((32,), mesh["dp"], [Shard(0)], seed=8)]
 
 
 def _experts() -> Any:
     """Of a layer, on both dimensions of a mesh."""
-    return _parameter((4, 16, 8), _mesh((2, 2)), [Shard(0), Shard(1)], 8)
+    return parameter((4, 16, 8), mesh_of(2, 2), [Shard(0), Shard(1)], seed=8)
 
 
 # Each makes the parameters of this process.
 LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     "FSDP2": _fsdp2,
-    "HSDP 2x2": lambda: _shards(_mesh((2, 2)), Replicate(), Shard(0)),
+    "HSDP 2x2": lambda: _shards(mesh_of(2, 2), Replicate(), Shard(0)),
     "TP 2 x FSDP2 2, norms on one mesh": _two_meshes,
     "experts on (2, 2), dense on (4)": lambda: [*_fsdp2(), _experts()],
-    "FSDP2 beside a plain tensor": lambda: [*_fsdp2(), _parameter((32,), None, seed=8)],
-    "FSDP2 beside a Partial gradient": lambda: [*_fsdp2(), _partial(_mesh((4,)))],
+    "FSDP2 beside a plain tensor": lambda: [*_fsdp2(), parameter((32,), None, seed=8)],
+    "FSDP2 beside a Partial gradient": lambda: [*_fsdp2(), _partial(mesh_of(4))],
     "FSDP2, elements of 1e30": lambda: _fsdp2(size=1e30),
     "FSDP2, elements of 1e-30": lambda: _fsdp2(size=1e-30),
     "FSDP2, bfloat16": lambda: _fsdp2(dtype=torch.bfloat16),
     "FSDP2, order inf": _fsdp2,
-    "an empty shard, order inf": lambda: [_parameter((9,), _mesh((4,)), [Shard(0)])],
+    "an empty shard, order inf": lambda: [parameter((9,), mesh_of(4), [Shard(0)])],
 }
 # Providers that wait for ever.
 HANGS = {("an empty shard, order inf", "torch"), ("an empty shard, order inf", "accelerate")}
@@ -125,27 +109,20 @@ def _order(layout: str) -> float:
     return math.inf if layout.endswith("order inf") else 2.0
 
 
-def _truth(grads: Sequence[Tensor], p: float) -> float:
-    """The float64 norm of full gradients; their elements are made to fit a square."""
-    wholes = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    values = torch.cat([whole.double().flatten() for whole in wholes])
-    largest = float(values.abs().max())
-    return largest * float(torch.linalg.vector_norm(values / largest, p))
-
-
 def figures_of(name: str, provider: str) -> dict[str, Any]:
     """Of one call; the error only of a norm that every process has."""
     parameters, order = LAYOUTS[name](), _order(name)
-    truth = _truth([one.grad for one in parameters], order)
-    with CommDebugMode() as seen:
-        try:
-            norm = float(CLIPS[provider](parameters, MAX_NORM * truth, order))
-        except (RuntimeError, ValueError) as raised:
-            dist.barrier()
-            return {"outcome": f"raises {type(raised).__name__}"}
+    truth = reference.total_norm([whole(one.grad) for one in parameters], order)
+    try:
+        clip = partial(CLIPS[provider], parameters, MAX_NORM * truth, order)
+        total, n_collectives = collectives_of(clip)
+    except (RuntimeError, ValueError) as raised:
+        dist.barrier()
+        return {"outcome": f"raises {type(raised).__name__}"}
+    norm = float(total)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, norm)
-    values: dict[str, Any] = {"collectives": seen.get_total_counts()}
+    values: dict[str, Any] = {"collectives": n_collectives}
     if len(set(everywhere)) > 1:
         return values | {"outcome": "differs by process"}
     if norm == 0 or not math.isfinite(norm):
@@ -208,7 +185,7 @@ def group() -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    yield _mesh((N_OF_FAKE_GROUP,))
+    yield mesh_of(N_OF_FAKE_GROUP)
     dist.destroy_process_group()
 
 
@@ -224,7 +201,7 @@ def share_of(tensors: int, provider: str, samples: AllSamples) -> dict[str, floa
 def test_shards(benchmark: Any, group: DeviceMesh, effort: Effort, tensors, layout, provider):
     """Host time of a call on shards, beside torch's."""
     shape = (N_OF_FAKE_GROUP * ELEMENTS,)
-    parameters = [_parameter(shape, group, [Shard(0)], seed) for seed in range(tensors)]
+    parameters = [parameter(shape, group, [Shard(0)], seed=seed) for seed in range(tensors)]
     clips: dict[str, Any] = {"tritonclip": tritonclip.clip_, "torch": CLIPS["torch"]}
     calls = {name: Timed(partial(clip, parameters, 1e9)) for name, clip in clips.items()}
     Comparison(calls, effort, partial(share_of, tensors)).hand_over(benchmark, provider)

@@ -32,6 +32,7 @@ from bench.providers import NAMED, sgd_of
 from bench.test_host import BY_TORCH, FEATURES, step_of
 from bench.test_training import CLIPS, steps_of, take_turns
 from bench.workloads import WORKLOADS, Workload
+from helpers.graphs import captured
 from tritonclip.backends.interface import Clip
 from tritonclip.samples import Samples, Timed, paired, sample, spread
 
@@ -175,7 +176,7 @@ def test_rule(row: Any, workload: str, rule: str) -> None:
 def test_graph(row: Any, workload: str, rule: str, provider: str) -> None:
     """Replays of a CUDA graph, and how much longer they take than the call."""
     call = clip_of(provider, workload, rule)
-    replays, alone = device_us(timing.captured(Timed(call)).replay), device_us(call)
+    replays, alone = device_us(captured(call)[0].replay), device_us(call)
     row(replays, over_us=statistics.median(replays) - statistics.median(alone))
 
 

@@ -73,20 +73,6 @@ def device_us(timed: Timed, device: torch.device, host_us: float) -> list[float]
     return times
 
 
-def captured(timed: Timed) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a call, warmed up on a separate stream, as torch's documentation asks."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            timed.prepared()()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        timed.call()
-    return graph
-
-
 def launches(call: Callable[[], Any], device: torch.device) -> int:
     """Kernels, copies and fills that one call puts on a GPU."""
     synchronize(device)

@@ -87,10 +87,7 @@ def _backend(name: str, device: str, module: str, *, deferred: bool = False) -> 
     )
 
 
-_CUDA_BACKENDS = [
-    _backend("torch", "cuda", "operators"),
-    _backend("triton", "cuda", "triton"),
-]
+_CUDA_BACKENDS = [_backend("torch", "cuda", "operators"), _backend("triton", "cuda", "triton")]
 # The code that serves other devices than a CPU, on CPU tensors.
 _DEFERRED = _backend("torch", "cpu", "operators", deferred=True)
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.

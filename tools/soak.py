@@ -120,16 +120,9 @@ def change_a_list(choice: random.Random, backend: str) -> None:
     rule: Any = None
     for _ in range(12):
         RULES["random"] = rule = of_changing_lists(choice, rule)
-        step = (
-            choice.choice(list(MUTATIONS)),
-            choice.randrange(6),
-            choice.choice(SHAPES),
-            choice.choice([torch.float32, *DTYPES]),
-            choice.random() < 0.5,
-            "random",
-            choice.choice(list(FORMS)),
-        )
-        take_step(world, step)
+        change = choice.choice(list(MUTATIONS)), choice.randrange(6), choice.choice(SHAPES)
+        dtype, keep = choice.choice([torch.float32, *DTYPES]), choice.random() < 0.5
+        take_step(world, (*change, dtype, keep, "random", choice.choice(list(FORMS))))
         calls["calls"] += 1
         calls[f"{type(getattr(rule, 'rule', rule)).__name__} among changing lists"] += 1
 
@@ -256,16 +249,8 @@ def clip_in_a_handler(choice: random.Random, backend: str) -> None:
 
 
 ACTIVITIES = (
-    clip_a_list,
-    clip_a_list,
-    clip_a_list,
-    change_a_list,
-    change_a_list,
-    change_a_list,
-    clip_in_threads,
-    clip_in_a_fork,
-    interrupt_a_call,
-    clip_in_a_handler,
+    *([clip_a_list] * 3 + [change_a_list] * 3),
+    *(clip_in_threads, clip_in_a_fork, interrupt_a_call, clip_in_a_handler),
 )
 # An interrupt may leave the interpreter of Triton with the functions that it replaces.
 NOT_INTERPRETED = (interrupt_a_call, clip_in_a_handler)

@@ -80,9 +80,9 @@ def few_large(size: int, p: float, dtype: torch.dtype, period: int, large: int) 
 
 
 def of_sizes(
-    sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    sizes: Iterable[int | Sequence[int]], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Tensor]:
-    """One random gradient a size."""
+    """One random gradient a size, or shape."""
     return [normal(size, dtype, device, seed) for seed, size in enumerate(sizes)]
 
 

@@ -40,6 +40,10 @@ FORMS: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 
 
+def after(world: World, i: int) -> int:
+    return (i + 1) % len(world.params)
+
+
 def transpose(world: World, i: int, shape: Any, dtype: Any) -> None:
     if world.own(i).dim() != 2:
         world.renew(i, (4, 5), dtype)
@@ -64,10 +68,6 @@ def overlap(world: World, i: int, shape: Any, dtype: Any) -> None:
     grad.as_strided_((max(grad.numel(), 2),), (0,))
 
 
-def resize(world: World, i: int, shape: Any, dtype: Any) -> None:
-    world.own(i).resize_(shape)
-
-
 def reshape(world: World, i: int, shape: Any, dtype: Any) -> None:
     grad = world.own(i)
     grad.data = world.room(shape, grad.dtype)
@@ -88,10 +88,6 @@ def to_integer(world: World, i: int, shape: Any, dtype: Any) -> None:
     world.renew(i, (4, 5), torch.float32)
     grad = grad_of(world.params[i])
     grad.data = grad.data.view(torch.int32)
-
-
-def to_subclass(world: World, i: int, shape: Any, dtype: Any) -> None:
-    world.give(i, world.own(i).as_subclass(Subclass))
 
 
 def to_sparse(world: World, i: int, shape: Any, dtype: Any) -> None:
@@ -147,7 +143,7 @@ def zero_grad(world: World, *, set_to_none: bool) -> None:
 
 def swap(world: World, i: int, shape: Any, dtype: Any) -> None:
     """Two gradients of one size exchange their memory."""
-    j = (i + 1) % len(world.params)
+    j = after(world, i)
     for k in (i, j):
         world.own(k)
         world.renew(k, shape, dtype)
@@ -156,24 +152,20 @@ def swap(world: World, i: int, shape: Any, dtype: Any) -> None:
 
 
 def tie(world: World, i: int, shape: Any, dtype: Any) -> None:
-    world.give((i + 1) % len(world.params), world.own(i))
+    world.give(after(world, i), world.own(i))
 
 
 def alias(world: World, i: int, shape: Any, dtype: Any) -> None:
-    world.give((i + 1) % len(world.params), world.own(i).detach())
+    world.give(after(world, i), world.own(i).detach())
 
 
 def share_part(world: World, i: int, shape: Any, dtype: Any) -> None:
     """The form and the dtype that were there, from one element further on in another's memory."""
-    j = (i + 1) % len(world.params)
+    j = after(world, i)
     world.renew(i, (4, 5), torch.float32)
     grad = grad_of(world.params[i])
     world.give(j, grad.as_strided(grad.shape, grad.stride(), 1))
     world.in_common = world.params[i], world.params[j]
-
-
-def rotate(world: World, i: int, shape: Any, dtype: Any) -> None:
-    world.params.append(world.params.pop(0))
 
 
 def toggle(world: World, i: int, shape: Any, dtype: Any) -> None:
@@ -211,7 +203,7 @@ def lose_view(world: World, i: int, shape: Any, dtype: Any) -> None:
             world.renew(i, tuple(param.shape), param.dtype)
 
 
-MUTATIONS: dict[str, Callable[[World, int, Any, Any], None]] = {
+MUTATIONS: dict[str, Callable[[World, int, Any, Any], object]] = {
     "filled": lambda world, i, shape, dtype: None,
     "none": lambda world, i, shape, dtype: world.give(i, None),
     "made-anew": lambda world, i, shape, dtype: world.renew(i, shape, dtype),
@@ -219,7 +211,7 @@ MUTATIONS: dict[str, Callable[[World, int, Any, Any], None]] = {
     "recreated-in-place": recreate_in_place,
     "zero-grad-to-none": lambda world, *_: zero_grad(world, set_to_none=True),
     "zero-grad-to-zero": lambda world, *_: zero_grad(world, set_to_none=False),
-    "resized": resize,
+    "resized": lambda world, i, shape, _: world.own(i).resize_(shape),
     "reshaped": reshape,
     "retyped": retype,
     "reinterpreted": reinterpret,
@@ -229,13 +221,13 @@ MUTATIONS: dict[str, Callable[[World, int, Any, Any], None]] = {
     "negated": negate,
     "overlapping": overlap,
     "integer": to_integer,
-    "subclass": to_subclass,
+    "subclass": lambda world, i, *_: world.give(i, world.own(i).as_subclass(Subclass)),
     "sparse": to_sparse,
     "swapped": swap,
     "tied": tie,
     "aliased": alias,
     "part-in-common": share_part,
-    "rotated": rotate,
+    "rotated": lambda world, *_: world.params.append(world.params.pop(0)),
     "need-clip": toggle,
     "added": lambda world, i, shape, dtype: world.add(shape, dtype),
     "removed": remove,

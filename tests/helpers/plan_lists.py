@@ -46,15 +46,7 @@ def partly_inference() -> list[Tensor]:
 
 LISTS = [
     pytest.param(make, id=make.__name__)
-    for make in (
-        contiguous,
-        mixed,
-        channels_last,
-        negated,
-        gaps,
-        complex_pairs,
-        partly_inference,
-    )
+    for make in (contiguous, mixed, channels_last, negated, gaps, complex_pairs, partly_inference)
 ]
 
 

@@ -55,10 +55,7 @@ def as_on_accelerator() -> Iterator[None]:
 
 
 def check_nobody_waits(
-    step: Callable[[], object],
-    error: type[Exception],
-    message: str,
-    nonfinite: str = "propagate",
+    step: Callable[[], object], error: type[Exception], message: str, nonfinite: str = "propagate"
 ) -> None:
     """On an accelerator a step raises in the first process, and leaves nobody waiting."""
     with as_on_accelerator():

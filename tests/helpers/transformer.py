@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -91,33 +92,20 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 def parallelize(model: Transformer, mesh: DeviceMesh, *, sequence: bool) -> Transformer:
     """Tensor parallelism, with the norms on pieces of the sequence or on all of it."""
-    if not sequence:
-        for layer in model.layers:
-            plan = {
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(),
-                "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(),
-            }
-            parallelize_module(layer, mesh, plan)
-        return model
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    split = ColwiseParallel()
+    joined = RowwiseParallel(output_layouts=Shard(1) if sequence else None)
+    plan: dict[str, ParallelStyle] = dict.fromkeys(
+        ("attention.wq", "attention.wk", "attention.wv"), split
+    )
+    plan |= {"attention.wo": joined, "feed_forward.w1": split, "feed_forward.w2": joined}
+    if sequence:
+        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= dict.fromkeys(("attention_norm", "ffn_norm"), SequenceParallel())
+        plan |= dict.fromkeys(("attention", "feed_forward"), gather)
     for layer in model.layers:
-        plan = {
-            "attention_norm": SequenceParallel(),
-            "attention": gather,
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            "ffn_norm": SequenceParallel(),
-            "feed_forward": gather,
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        }
         parallelize_module(layer, mesh, plan)
+    if not sequence:
+        return model
     ends = {
         "embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

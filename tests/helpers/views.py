@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.cases import grad_of, normal
+from helpers.cases import grad_of, of_sizes, parameters
 from tritonclip import FlatGradients
 
 # Sizes that are multiples of 16 bytes for no dtype, for some and for all; an empty one.
@@ -17,13 +17,7 @@ SHAPES = ((5, 7), (8, 4), (3,), (0, 2), (16, 16), (), (2, 3, 5), (4099,))
 def parameters_of(
     shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, device: Any = "cpu"
 ) -> list[Tensor]:
-    """Parameters with random gradients."""
-    params: list[Tensor] = []
-    for seed, shape in enumerate(shapes):
-        param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        param.grad = normal(shape, dtype, device, seed)
-        params.append(param)
-    return params
+    return parameters(of_sizes(shapes, dtype, device))
 
 
 def grads_of(params: list[Tensor]) -> list[Tensor]:
