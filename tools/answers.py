@@ -7,11 +7,9 @@ A list depends on the seed and its index alone. Take one and the same copy of th
 and random_calls.py for both versions: they need no other file. The columns:
 
 - `bits`: of every gradient with the memory around it, every result, every `_version`;
-- `form`: the same but for finite floating-point values, which `digits` sums up, and for how often
-  each was written;
 - `errors`, `warnings`: their classes, in order; `messages`: their texts.
 
-Where messages must not differ either, pass `--messages`; where digits may, `--digits torch`.
+Where messages must not differ either, pass `--messages`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import math
 import multiprocessing
 import random
 import sys
@@ -47,7 +44,7 @@ def answer_of(index: int, seed: int, backend: str, *, shown: bool = False) -> st
     """The line of a list."""
     choice = random.Random(f"{seed} {index}")
     kind, verifies = KINDS[index % len(KINDS)], choice.random() < 0.05
-    digest = Digest(sums=backend == "torch", shown=shown)
+    digest = Digest(shown=shown)
     with contextlib.ExitStack() as stack:
         stack.enter_context(tritonclip.use_backend(backend))
         if verifies:
@@ -82,26 +79,7 @@ def lines_of(path: str) -> Iterator[dict[str, str]]:
         yield dict(zip(COLUMNS, line.split("\t"), strict=True))
 
 
-def differing(before: dict[str, str], after: dict[str, str], digits: str, texts: bool) -> list[str]:
-    """The columns in which two lines of a list differ."""
-    columns = ["index", "kind", "backend", "errors", "warnings"] + ["messages"] * texts
-    if before["backend"] not in digits.split(","):
-        return [c for c in [*columns, "bits"] if before[c] != after[c]]
-    found = [c for c in [*columns, "form"] if before[c] != after[c]]
-    old, new = before["digits"].split(), after["digits"].split()
-    if len(old) != len(new) or (len(old) == 4 and not is_near(old, new)):
-        found.append("digits")
-    return found
-
-
-def is_near(old: list[str], new: list[str]) -> bool:
-    """Whether both have as many values, of like direction and size."""
-    most = 4 * float(old[3]) * math.sqrt(float(old[0]))
-    gaps = [abs(float(a) - float(b)) for a, b in zip(old[1:3], new[1:3], strict=True)]
-    return old[0] == new[0] and max(gaps) <= most
-
-
-def compare(before: str, after: str, digits: str, texts: bool) -> int:
+def compare(before: str, after: str, texts: bool) -> int:
     """Prints the first lists with other answers, and counts all; 1 where there is one."""
     lists: Counter[str] = Counter()
     others: Counter[str] = Counter()
@@ -110,7 +88,7 @@ def compare(before: str, after: str, digits: str, texts: bool) -> int:
             print("one file has more lists than the other")
             return 1
         lists[old["backend"]] += 1
-        if found := differing(old, new, digits, texts):
+        if found := [c for c in COLUMNS if old[c] != new[c] and (texts or c != "messages")]:
             what = f"{old['kind']} on {old['backend']}: {', '.join(found)}"
             others[what] += 1
             if others.total() <= SHOWN:
@@ -134,12 +112,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", type=int, help="print all of one list")
     parser.add_argument("--compare", nargs=2, metavar=("BEFORE", "AFTER"))
-    parser.add_argument("--digits", default="", help="backends to compare by digits")
     parser.add_argument("--messages", action="store_true", help="compare messages, too")
     options = parser.parse_args()
     if options.compare:
         before, after = options.compare
-        return compare(before, after, options.digits, options.messages)
+        return compare(before, after, options.messages)
 
     torch.set_num_threads(1)
     say_once()

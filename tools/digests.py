@@ -1,11 +1,9 @@
-"""The digest of what calls gave: hashes of every bit, and sums to compare by digits."""
+"""The digest of what calls gave: hashes of every bit, and of texts."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,32 +16,16 @@ from torch import Tensor
 import tritonclip
 
 HERE = Path(__file__).parent
-COLUMNS = ("index", "kind", "backend", "bits", "form", "errors", "warnings", "messages", "digits")
-# By the narrowest dtype of a list: as many digits as one rounding more or less may change.
-TOLERANCES = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float16: 1e-3}
-TOLERANCES |= {torch.bfloat16: 8e-3, torch.float8_e4m3fn: 0.13}
-
-
-@functools.cache
-def weights(n: int) -> Tensor:
-    """Factors by which values are summed up, so that their order counts."""
-    return torch.arange(n, dtype=torch.float64).cos()
+COLUMNS = ("index", "kind", "backend", "bits", "errors", "warnings", "messages")
 
 
 class Digest:
-    """All that the calls on one list gave.
+    """All that the calls on one list gave; `shown`: each value is printed."""
 
-    Args:
-        sums: whether values are summed up, for comparisons by digits.
-        shown: whether each value is printed.
-    """
-
-    def __init__(self, *, sums: bool, shown: bool) -> None:
-        self.bits, self.form, self.texts = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+    def __init__(self, *, shown: bool) -> None:
+        self.bits, self.texts, self.shown = hashlib.sha256(), hashlib.sha256(), shown
         self.errors: list[str] = []
         self.warnings: list[str] = []
-        self.sums, self.shown = sums, shown
-        self.n, self.direction, self.size, self.tolerance = 0, 0.0, 0.0, 1e-12
 
     def say(self, text: str) -> None:
         if self.shown:
@@ -93,7 +75,6 @@ class Digest:
     def mark(self, text: str) -> None:
         self.say(text)
         self.bits.update(text.encode() + b"\0")
-        self.form.update(text.encode() + b"\0")
 
     def add_tensor(self, value: Tensor) -> None:
         value = value.detach()
@@ -107,35 +88,15 @@ class Digest:
             print(f"  {value}")
         # In the order of indices, so that a layout may be any.
         self.bits.update(bytes_of(value))
-        if not value.is_floating_point() and not value.is_complex():
-            self.form.update(bytes_of(value))
-        elif self.sums:
-            self.sum_up(value)
-
-    def sum_up(self, value: Tensor) -> None:
-        """Adds direction and size of a tensor to those of all."""
-        real = torch.view_as_real(value) if value.is_complex() else value
-        real = real.double().reshape(-1)
-        finite = real.isfinite()
-        self.form.update(bytes_of(real[~finite]))
-        real = real.where(finite, 0.0)
-        # Below the normal numbers there are no digits to compare.
-        smallest = 1e-300 if real.dtype == value.dtype else 1e-6 * torch.finfo(value.dtype).tiny
-        total = max(float(real.abs().sum()), smallest * max(real.numel(), 1))
-        self.n += 1
-        self.direction += math.cos(self.n) * float(real @ weights(real.numel())) / total
-        self.size += math.sin(self.n) * math.log(total)
 
     def line(self, index: int, kind: str, backend: str) -> str:
         """The columns, with tabs between them."""
-        digits = f"{self.n} {self.direction!r} {self.size!r} {self.tolerance}" if self.n else "-"
-        hashes = [one.hexdigest()[:32] for one in (self.bits, self.form)]
         said = [
             ",".join(f"{name} {len([*group])}" for name, group in itertools.groupby(names)) or "-"
             for names in (self.errors, self.warnings)
         ]
-        cells = [str(index), kind, backend, *hashes, *said, self.texts.hexdigest()[:32], digits]
-        return "\t".join(cells)
+        bits, texts = (one.hexdigest()[:32] for one in (self.bits, self.texts))
+        return "\t".join([str(index), kind, backend, bits, *said, texts])
 
 
 def public_name(value: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digests import TOLERANCES, Digest, bytes_of
+from digests import Digest, bytes_of
 from torch import Tensor
 
 import tritonclip
@@ -176,11 +176,8 @@ class Gradients:
             grad = param.grad
             if grad is None:
                 digest.mark("None")
-            elif digest.sums or digest.shown or not self.holds(grad):
+            elif digest.shown or not self.holds(grad):
                 digest.add(grad)
-            if grad is not None:
-                dtype = TOLERANCES.get(grad.dtype, 1e-6)
-                digest.tolerance = max(digest.tolerance, dtype)
 
     def holds(self, grad: Tensor) -> bool:
         """Whether all bytes of a gradient are in the memory."""
