@@ -32,7 +32,6 @@ from bench.providers import NAMED, sgd_of
 from bench.test_host import BY_TORCH, FEATURES, step_of
 from bench.test_training import CLIPS, steps_of, take_turns
 from bench.workloads import WORKLOADS, Workload
-from helpers.graphs import captured
 from tritonclip.backends.interface import Clip
 from tritonclip.samples import Samples, Timed, paired, sample, spread
 
@@ -125,17 +124,13 @@ def verb(kernel: str, gradients: Gradients) -> Callable[[], Any]:
     return partial(scale, norms, Clip(2.0, EPS, limit, 1.0))
 
 
-def clip_of(provider: str, workload: str, rule: str) -> Callable[[], Any]:
-    """A provider's call that clips nothing."""
-    gradients = gradients_of(WORKLOADS[workload])
-    return NAMED[provider].make(gradients, rule, gradients.limit(rule, clipped=False)).call
-
-
 @pytest.mark.parametrize("provider", ["tritonclip", "torch"])
 @pytest.mark.parametrize("rule", ["value", "norm"])
 @pytest.mark.parametrize("workload", ["small_1", "small_10", "resnet50"])
 def test_host_of_a_call(row: Any, workload: str, rule: str, provider: str) -> None:
-    figures = host_us(clip_of(provider, workload, rule))
+    gradients = gradients_of(WORKLOADS[workload])
+    limit = gradients.limit(rule, clipped=False)
+    figures = host_us(NAMED[provider].make(gradients, rule, limit).call)
     row([figures["warm_us"]], **figures)
 
 
@@ -168,16 +163,6 @@ def test_rule(row: Any, workload: str, rule: str) -> None:
     gradients.refill()
     row(device_us(call), launches=timing.launches(call, CUDA), **figures)
     gradients.refill()
-
-
-@pytest.mark.parametrize("provider", ["tritonclip", "torch"])
-@pytest.mark.parametrize("rule", ["value", "norm"])
-@pytest.mark.parametrize("workload", ["small_1", "small_10", "resnet50"])
-def test_graph(row: Any, workload: str, rule: str, provider: str) -> None:
-    """Replays of a CUDA graph, and how much longer they take than the call."""
-    call = clip_of(provider, workload, rule)
-    replays, alone = device_us(captured(call)[0].replay), device_us(call)
-    row(replays, over_us=statistics.median(replays) - statistics.median(alone))
 
 
 @pytest.mark.parametrize("model", BATCHES)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from bench import conftest
+from bench import test_clip as clips
+from bench.providers import FRAMEWORKS, IN_PLACE
 from bench.workloads import RULES
 from helpers.bench_cases import BENCH, run_bench
 
@@ -16,7 +18,7 @@ pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installe
 # One worker takes the first run for all.
 pytestmark = pytest.mark.xdist_group("bench")
 
-IN_PLACE = (BENCH / "test_clip.py", "-k", "lenet5-float32", "--provider", "torch")
+LENET = (BENCH / "test_clip.py", "-k", "lenet5-float32", "--provider", "torch")
 CASES = {(rule, step) for rule in RULES[:3] for step in ("unclipped", "clipped")}
 
 
@@ -26,7 +28,7 @@ def first(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     storage = f"--benchmark-storage=file://{folder}/saved"
     options = (storage, "--benchmark-save=first", f"--benchmark-json={folder}/all.json")
-    done = run_bench("--benchmark-only", *IN_PLACE, *options)
+    done = run_bench("--benchmark-only", *LENET, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, storage, done.stdout
 
@@ -67,7 +69,7 @@ def test_a_run_fails_that_is_slower_than_the_saved_one(first):
     options = (storage, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     # The plugin names saved files from the folder that it runs in.
     there = f"import os; os.chdir({str(folder)!r})"
-    done = run_bench("--benchmark-only", *IN_PLACE, *options, "--rule", "value", before=there)
+    done = run_bench("--benchmark-only", *LENET, *options, "--rule", "value", before=there)
     assert done.returncode != 0
     assert "Performance has regressed" in done.stdout + done.stderr
     assert "0001_fi" in done.stdout
@@ -85,7 +87,7 @@ providers.IN_PLACE = (off(ours), off(torchs), *others)
 
 def test_a_wrong_result_is_not_timed_and_fails_where_it_is_ours(tmp_path):
     out = tmp_path / "rows.json"
-    options = (*IN_PLACE, "--provider", "torch foreach", "--rule", "value", "-rs")
+    options = (*LENET, "--provider", "torch foreach", "--rule", "value", "-rs")
     done = run_bench("--benchmark-only", *options, f"--benchmark-json={out}", before=WRONG)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "tritonclip: gradient 0 is off" in done.stdout
@@ -110,7 +112,7 @@ comparison.Comparison.take_turns = interrupted
 
 def test_interrupted_run_keeps_its_rows_and_says_so(tmp_path):
     out = tmp_path / "rows.json"
-    done = run_bench("--benchmark-only", *IN_PLACE, f"--benchmark-json={out}", before=INTERRUPTED)
+    done = run_bench("--benchmark-only", *LENET, f"--benchmark-json={out}", before=INTERRUPTED)
     assert done.returncode == 2, done.stdout + done.stderr
     record = json.loads(out.read_text())
     # Two cases of two providers were measured.
@@ -119,9 +121,20 @@ def test_interrupted_run_keeps_its_rows_and_says_so(tmp_path):
     assert "Over all 2 cases" in done.stdout
 
 
+def test_providers_are_those_that_were_asked_for_and_frameworks_in_their_plan():
+    def names(plan, *asked):
+        option = SimpleNamespace(plan=plan, provider=asked)
+        known = conftest.providers_of(option, clips, "cpu", "lenet5", "float32", "norm", "clipped")
+        return [one.name for one in known]
+
+    assert names("quick", "torch") == ["tritonclip", "torch"]
+    assert names("training") == [one.name for one in IN_PLACE]
+    assert names("frameworks") == [one.name for one in (*IN_PLACE, *FRAMEWORKS)]
+
+
 def test_disabled_benchmarks_check_and_time_nothing(tmp_path):
     out = tmp_path / "rows.json"
-    given = ("--benchmark-disable", *IN_PLACE, "--rule", "norm", f"--benchmark-json={out}")
+    given = ("--benchmark-disable", *LENET, "--rule", "norm", f"--benchmark-json={out}")
     done = run_bench(*given)
     assert (done.returncode, out.exists()) == (0, False), done.stdout + done.stderr
     assert "torch's best time" not in done.stdout

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from helpers import reference
-from helpers.cases import bounds_of, copies, normal
+from helpers.cases import copies, normal
 from helpers.training import SHAPES
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 STEPS = 12
 OVERFLOWS = (3, 8)
@@ -55,13 +55,9 @@ def scaled_step(
 def hand_clip(rule: Any, grads: list[Tensor]) -> list[Tensor]:
     """What a rule makes of gradients, in float64 and rounded once."""
     wide = [g.double() for g in grads]
-    if isinstance(rule, ClipByValue):
-        return [g.clamp(*bounds_of(rule)).float() for g in wide]
-    limit: float = rule.max_norm
-    if isinstance(rule, ClipByNorm):
-        return [(g * min(1.0, limit / (reference.norm(g) + 1e-6))).float() for g in wide]
-    coefficient = min(1.0, limit / (reference.total_norm(wide) + 1e-6))
-    return [(g * coefficient).float() for g in wide]
+    norms = reference.norms(wide) if isinstance(rule, ClipByNorm) else reference.total_norm(wide)
+    measured = None if rule.clamps else torch.tensor(norms, dtype=torch.float64)
+    return [g.float() for g in reference.clipped(wide, rule, measured)]
 
 
 def hand_step(
