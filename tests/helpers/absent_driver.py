@@ -39,13 +39,13 @@ def build(folder: Path) -> ctypes.CDLL:
 
 
 @contextmanager
-def launching(arch: int = 90) -> Iterator[Any]:
+def launching() -> Iterator[Any]:
     """Lets Triton's launcher launch on an absent GPU of 132 multiprocessors."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime import driver
 
     with (
-        absent_gpu(arch),
+        absent_gpu(90),
         patch.object(kernel_module("launch"), "multiprocessors", lambda device: 132),
     ):
         driver.active.launcher_cls, driver.active.utils = CudaLauncher, CudaUtils()

@@ -1,4 +1,4 @@
-"""Work in threads, in forks and in new processes, which must come to an end."""
+"""Work in threads, in forks and in a new process of Python."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 # os.fork is for POSIX; elsewhere than on Linux, libraries that torch loads may not survive it.
 NEEDS_FORK = pytest.mark.skipif(sys.platform != "linux", reason="forks of torch work on Linux only")
@@ -96,39 +94,3 @@ def _wait(pid: int, seconds: float) -> int | None:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
     return None
-
-
-def run_in_processes(
-    work: Callable[[int, Path], object], folder: Path, processes: int = 2, seconds: float = 60.0
-) -> None:
-    """Runs work(rank, folder) in new processes; fails where it raises or hangs, with tracebacks."""
-    context = spawn(
-        _work_by_rank, (work, folder, seconds), nprocs=processes, join=False, daemon=True
-    )
-    assert context is not None
-    # A process that hangs ends itself. Beside its work it imports torch.
-    deadline = time.monotonic() + seconds + 60
-    try:
-        # One call waits for one process.
-        while not context.join(timeout=1.0, grace_period=2.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{processes} processes did not end by themselves")
-    except (ProcessExitedException, TimeoutError) as error:
-        told = "".join(report.read_text() for report in sorted(folder.glob("hang-*.txt")))
-        pytest.fail(f"{error}; after {seconds} s it was at:\n{told}")
-    finally:
-        # Whatever happened, no process is left.
-        for process in context.processes:
-            process.kill()
-            process.join()
-
-
-def _work_by_rank(
-    rank: int, work: Callable[[int, Path], object], folder: Path, seconds: float
-) -> None:
-    # Left open, because a process may also hang at its end.
-    report = (folder / f"hang-{rank}.txt").open("w")
-    # Needs no lock of the interpreter, which a thread that waits may hold.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=report)
-    torch.set_num_threads(1)
-    work(rank, folder)
