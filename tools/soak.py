@@ -21,7 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ from helpers.arena import (
 from helpers.cases import INTERPRETED, bounds_of
 from helpers.memories import Follower, random_follower, random_skip_bound
 from helpers.mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, take_step
+from helpers.serving import decided_on_device
 from helpers.workers import run_in_fork, run_in_threads
 from helpers.world import World
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.backends import choose
 from tritonclip.engine.plan_cache import plans
 
 BACKENDS = ("torch", "torch-deferred", *(["triton"] if INTERPRETED else []))
@@ -273,20 +273,12 @@ def play(name: str) -> None:
     activity = choice.choice(ACTIVITIES)
     while backend == "triton" and activity in NOT_INTERPRETED:
         activity = choice.choice(ACTIVITIES)
-    real = choose.host_decides
     if choice.random() < 0.1:
         plans.clear()
-    if backend == "torch-deferred":
-        # The code that serves other devices than a CPU, on CPU tensors.
-        plans.clear()
-        choose.host_decides = lambda device: False
-    try:
-        with tritonclip.use_backend(backend.split("-")[0]):
-            activity(choice, backend)
-    finally:
-        if backend == "torch-deferred":
-            choose.host_decides = real
-            plans.clear()
+    # The code that serves other devices than a CPU, on CPU tensors.
+    deferral = decided_on_device() if backend == "torch-deferred" else nullcontext()
+    with deferral, tritonclip.use_backend(backend.split("-")[0]):
+        activity(choice, backend)
     calls[f"{activity.__name__} on {backend}"] += 1
 
 
