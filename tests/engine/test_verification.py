@@ -19,6 +19,7 @@ from helpers.cases import (
     NORM_TYPES,
     assert_bits,
     each_rule,
+    grad_of,
     normal,
     of_sizes,
     parameter,
@@ -160,11 +161,17 @@ def test_verify_finds_an_element_that_was_left_out(verbs, device, monkeypatch):
         tritonclip.clip_(parameters(grads), 0.5)
 
 
-def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch):
-    grads = of_sizes((5, 300), torch.float32, device)
-    break_scale(monkeypatch, verbs, lambda: grads[0][3].mul_(1.001))
+@pytest.mark.parametrize("in_sum", [False, True], ids=["clip_", "accumulate_"])
+def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch, in_sum):
+    """By the last digit of an element."""
+    weight = parameter(torch.ones(300, device=device))
+    break_scale(monkeypatch, verbs, lambda: grad_of(weight)[3].mul_(1 + 2.0**-23))
     with wrong(r"parameters\[0\]\[3\]"):
-        tritonclip.clip_(parameters(grads), 1e9)
+        if in_sum:
+            with tritonclip.accumulate_([weight], 1e9, grad_scale=3.0):
+                weight.backward(torch.ones_like(weight))
+        else:
+            tritonclip.clip_([weight], 1e9)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -372,8 +373,8 @@ class Told(Optimizer):
     _step_supports_amp_scaling = True
     found_inf: Tensor
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"fused": True})
+    def __init__(self, params: Any, fused: bool = True) -> None:
+        super().__init__(params, {"fused": fused})
         self.told: list[Tensor] = []
 
     def step(self, closure: Any = None) -> Any:
@@ -419,7 +420,9 @@ def test_other_policies_read_nothing_back_with_any_inner_optimizer(rule, policy)
         optimizer.step()
 
 
-@pytest.mark.parametrize(("make", "policy"), [(SGD, "skip"), (Told, "error")], ids=str)
+@pytest.mark.parametrize(
+    ("make", "policy"), [(SGD, "skip"), (partial(Told, fused=False), "skip"), (Told, "error")]
+)
 def test_policies_that_are_documented_to_wait_do(make, policy):
     """And so would be seen above."""
     optimizer = ClippedOptimizer(make(on_meta()), 1.0, nonfinite=policy)

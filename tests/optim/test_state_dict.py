@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from copy import copy, deepcopy
+from fractions import Fraction
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -265,7 +267,13 @@ def test_damaged_entry_is_named_and_nothing_is_loaded(name, value):
     assert int(target.stats.steps) == 0
 
 
-@pytest.mark.parametrize("damaged", [b"no archive", 5, "text"])
+def archive_of(anything: object) -> bytes:
+    """As torch.save writes it, of any class."""
+    torch.save(anything, file := BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("damaged", [b"no archive", 5, "text", archive_of(Fraction(1))], ids=repr)
 def test_damaged_bytes_in_a_group_are_refused(damaged):
     saved, target = saved_and_new()
     # As torch.distributed.checkpoint carries it.
