@@ -65,6 +65,15 @@ def test_clip_flat_parameters_by_group(strategy: str, original: bool) -> None:
     assert float(clipped) == pytest.approx(expected / 2, rel=1e-5)
 
 
+@in_processes(1)
+def test_parameters_of_one_process_are_whole() -> None:
+    """Also where all are 1-d, as views of a shard are."""
+    module = _sharded(nn.LayerNorm(6), original=True)
+    _backward(module, 0)
+    expected = reference.total_norm(grads_of(module.parameters()))
+    assert_norm(tritonclip.clip_(module, 1e9), expected)
+
+
 @in_processes(2)
 def test_clip_copied_flat_parameters_by_group_and_copies() -> None:
     """NO_SHARD keeps all of them everywhere."""
