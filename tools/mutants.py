@@ -35,8 +35,8 @@ CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
 # Compiled graphs, launches of kernels and several processes take other tests.
 NOT_CORE = re.compile("compiled|graph_break|triton")
 TESTS = [
-    *["backends", "backward", "clip", "engine", "flat", "functional", "optim", "rules"],
-    *["distributed/test_refusals.py", "test_norms.py"],
+    *["backends", "backward", "clip", "engine", "flat", "functional", "monitor", "optim", "rules"],
+    *["distributed/test_refusals.py", "test_hints.py", "test_norms.py", "test_statistics.py"],
 ]
 # One change of each kind: most others say nothing more, and those for | change annotations.
 NOT_TRIED = re.compile(
@@ -113,9 +113,17 @@ def mutants_of(path: str) -> Iterator[Mutant]:
     for name in operator_names():
         operator = get_operator(name)
         if not operator.arguments() and not NOT_TRIED.match(name):
-            spans = (span for node in nodes for span in operator().mutation_positions(node))
-            for occurrence, ((first, _), (last, _)) in enumerate(spans):
-                yield Mutant(path, name, occurrence, first, last)
+            spans = ((n, span) for n in nodes for span in operator().mutation_positions(n))
+            for occurrence, (node, ((first, _), (last, _))) in enumerate(spans):
+                if not is_no_decision(node):
+                    yield Mutant(path, name, occurrence, first, last)
+
+
+def is_no_decision(node: Any) -> bool:
+    """Whether no right code can tell: the star of a signature, and `strict=` where lengths agree."""
+    parent = node.parent
+    of_strict = parent.type == "argument" and parent.get_first_leaf().value == "strict"
+    return of_strict or (parent.type == "parameters" and node.type == "operator")
 
 
 def forked(work: Callable[[], object], log: Path, timeout: float = float("inf")) -> int | None:
