@@ -37,6 +37,7 @@ from tritonclip import (
     ClippedOptimizer,
     FlatGradients,
 )
+from tritonclip.backends.native import NativeBatch
 
 
 def rows_after(
@@ -81,16 +82,10 @@ def statistics_of(row: dict[str, str]) -> list[tuple[float, ...]]:
 
 
 def assert_statistics(row: dict[str, str], grads: Sequence[Tensor]) -> None:
-    expected = [
-        (
-            reference.norms([grad])[0],
-            reference.norms([grad], math.inf)[0],
-            float((grad == 0).double().mean()) if grad.numel() else 1.0,
-        )
-        for grad in grads
-    ]
-    for found, own in zip(statistics_of(row), expected, strict=True):
-        assert found == pytest.approx(own, rel=1e-6)
+    for found, grad in zip(statistics_of(row), grads, strict=True):
+        zeros = float((grad == 0).double().mean()) if grad.numel() else 1.0
+        expected = reference.norm(grad), *reference.norms([grad], math.inf), zeros
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def some_zeros(params: Sequence[Tensor]) -> list[Tensor]:
@@ -112,43 +107,33 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize("statistics", [False, True], ids=["norms", "statistics"])
 @pytest.mark.parametrize(("rule", "n"), RULES)
-def test_gradients_are_read_once_more_where_the_rule_measures_all(
-    tmp_path, device, verbs, monkeypatch, rule, n
+def test_norms_and_statistics_take_a_reading_each(
+    tmp_path, device, verbs, monkeypatch, rule, n, statistics
 ):
-    params = new_params(device=device)
-    grads = give_grads(params)
-    readings = count_readings(monkeypatch, verbs)
-    row = step_of(tmp_path, params, rule)
-    assert len(readings) == n
-    assert_norm(each_of(row), reference.norms(grads))
-    assert float(row["norm"]) == pytest.approx(
-        reference.total_norm(grads, rule.norm_type if n == 2 else 2.0), rel=1e-6
-    )
-
-
-@pytest.mark.parametrize(("rule", "n"), RULES)
-def test_statistics_take_a_reading_each(tmp_path, device, verbs, monkeypatch, rule, n):
+    """But for the norm of each gradient where the rule measures it."""
     params = new_params(device=device)
     grads = some_zeros(params)
     readings = count_readings(monkeypatch, verbs)
-    row = step_of(tmp_path, params, rule, statistics=True)
-    assert len(readings) == n + 2
-    assert_statistics(row, grads)
+    row = step_of(tmp_path, params, rule, statistics=statistics)
+    assert len(readings) == n + 2 * statistics
+    assert_norm(each_of(row), reference.norms(grads))
+    total = reference.total_norm(grads, rule.norm_type if n == 2 else 2.0)
+    assert float(row["norm"]) == pytest.approx(total, rel=1e-6)
+    if statistics:
+        assert_statistics(row, grads)
 
 
+@pytest.mark.parametrize("statistics", [False, True], ids=["norms", "statistics"])
 @pytest.mark.parametrize("rule", [ClipByUnitNorm(0.5), ClipBySpectralNorm(0.5)], ids=str)
-def test_statistics_beside_rules_of_other_norms(tmp_path, device, rule):
+def test_norms_and_statistics_beside_rules_of_other_norms(tmp_path, device, rule, statistics):
     params = new_params(device=device)
     grads = some_zeros(params)
-    assert_statistics(step_of(tmp_path, params, rule, statistics=True), grads)
-
-
-def test_units_give_the_norm_of_each(tmp_path, device):
-    params = new_params(device=device)
-    grads = give_grads(params)
-    row = step_of(tmp_path, params, ClipByUnitNorm(0.5))
+    row = step_of(tmp_path, params, rule, statistics=statistics)
     assert_norm(each_of(row), reference.norms(grads))
+    if statistics:
+        assert_statistics(row, grads)
 
 
 @pytest.mark.covering(2)
@@ -163,8 +148,7 @@ def test_each_norm_is_right_at_every_size(tmp_path, device, dtype, scale):
     grads[2] *= 1e-4
     row = step_of(tmp_path, parameters(grads), math.inf)
     found = [float(cell) for name, cell in row.items() if name.startswith("norm/")]
-    expected = reference.norms(grads)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-44)
+    assert found == pytest.approx(reference.norms(grads), rel=1e-6, abs=1e-44)
     assert float(row["norm"]) == pytest.approx(reference.total_norm(grads), rel=1e-6)
 
 
@@ -341,8 +325,6 @@ def test_policies_for_nan_keep_the_norms(tmp_path, device, policy):
 
 
 def test_verification_covers_the_norms(tmp_path, monkeypatch):
-    from tritonclip.backends.native import NativeBatch
-
     real = NativeBatch.total_each
     monkeypatch.setattr(NativeBatch, "total_each", lambda *args: real(*args) * 1.01)
     params = new_params()

@@ -26,57 +26,39 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimiz
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def test_groups_without_a_rule_share_one_norm(device):
+SETTINGS = {
+    "none": [ABSENT] * 3,
+    "number": [ABSENT, 0.25, ABSENT],
+    "rule": [ABSENT, ClipByGlobalNorm(0.25), ABSENT],
+    "left-alone": [ABSENT, None, ABSENT],
+    "two-equal": [ClipByGlobalNorm(1.0), ClipByGlobalNorm(1.0), ABSENT],
+    "all-left-alone": [None] * 3,
+}
+
+
+@pytest.mark.parametrize("clips", SETTINGS.values(), ids=SETTINGS)
+def test_groups_have_a_norm_of_their_own_or_share_one(device, clips):
     groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT] * 3)
-    grads = [grad for group in groups for grad in group]
+    optimizer = grouped(groups, clips)
     optimizer.step()
-    assert_close(grads_of(optimizer), clipped(grads, 1.0))
-    assert_norm(optimizer.stats.last_norm, reference.total_norm(grads))
-    assert optimizer.stats.group_norms == {}
-
-
-@pytest.mark.parametrize("own", [0.25, ClipByGlobalNorm(0.25)], ids=["number", "rule"])
-def test_group_with_a_rule_has_a_norm_of_its_own(device, own):
-    groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT, own, ABSENT])
-    common = groups[0] + groups[2]
-    optimizer.step()
-    assert_close(grads_of(optimizer, 1), clipped(groups[1], 0.25))
-    assert_close(grads_of(optimizer, 0) + grads_of(optimizer, 2), clipped(common, 1.0))
-    assert_norm(optimizer.stats.last_norm, reference.total_norm(common))
-    assert set(optimizer.stats.group_norms) == set(optimizer.stats.group_coefficients) == {1}
-    assert_norm(optimizer.stats.group_norms[1], reference.total_norm(groups[1]))
-
-
-def test_group_with_none_is_left_alone(device):
-    groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT, None, ABSENT])
-    optimizer.step()
-    assert_bits(grads_of(optimizer, 1), groups[1])
-    assert_close(
-        grads_of(optimizer, 0) + grads_of(optimizer, 2), clipped(groups[0] + groups[2], 1.0)
-    )
-    assert optimizer.stats.group_norms == {}
-
-
-def test_two_groups_with_an_equal_rule_have_two_norms():
-    rule = ClipByGlobalNorm(1.0)
-    groups = three_groups()
-    optimizer = grouped(groups, [rule, rule, ABSENT])
-    optimizer.step()
-    assert_close(grads_of(optimizer, 0), clipped(groups[0], 1.0))
-    assert_close(grads_of(optimizer, 1), clipped(groups[1], 1.0))
-    assert set(optimizer.stats.group_norms) == {0, 1}
-
-
-def test_groups_that_are_all_none_are_left_alone():
-    groups = three_groups()
-    optimizer = grouped(groups, [None] * 3)
-    optimizer.step()
-    assert_bits(grads_of(optimizer), [grad for group in groups for grad in group])
-    assert optimizer.stats.summary()["clipped_steps"] == 0
-    assert optimizer.stats.summary()["steps"] == 1
+    stats, own, common, shared = optimizer.stats, set(), [], []
+    for number, (grads, clip) in enumerate(zip(groups, clips, strict=True)):
+        found = grads_of(optimizer, number)
+        if clip is ABSENT:
+            common += grads
+            shared += found
+        elif clip is None:
+            assert_bits(found, grads)
+        else:
+            own.add(number)
+            assert_close(found, clipped(grads, getattr(clip, "max_norm", clip)))
+            assert_norm(stats.group_norms[number], reference.total_norm(grads))
+    if common:
+        assert_close(shared, clipped(common, 1.0))
+        assert_norm(stats.last_norm, reference.total_norm(common))
+    assert set(stats.group_norms) == set(stats.group_coefficients) == own
+    summary = stats.summary()
+    assert (summary["steps"], summary["clipped_steps"]) == (1, bool(common))
 
 
 @pytest.mark.parametrize(
