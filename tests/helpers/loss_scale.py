@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from helpers import reference
-from helpers.cases import copies, normal
-from helpers.training import SHAPES
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
+from helpers.cases import bounds_of, copies, normal
+from helpers.training import SHAPES, new_params
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 STEPS = 12
 OVERFLOWS = (3, 8)
@@ -45,9 +45,16 @@ def backward(scaler: torch.amp.GradScaler, params: Sequence[Tensor], grads: list
 
 
 def scaled_step(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: Sequence[Tensor], grads: Any
+    scaler: torch.amp.GradScaler,
+    optimizer: Optimizer,
+    params: Sequence[Tensor],
+    grads: Any,
+    *,
+    unscale: bool = False,
 ) -> None:
     backward(scaler, params, grads)
+    if unscale:
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
 
@@ -90,6 +97,18 @@ def assert_same_run(
     atol = max(1e-6, STEPS * update * 4 * 2**-23)
     for ours, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-6, atol=atol)
+
+
+def four_ways(make: Any) -> tuple[list[Tensor], ClippedOptimizer]:
+    """Parameters that share a norm, have need_clip = False, clip=None, and a rule of their own."""
+    params = new_params(((3,), (4,), (5,), (6,)))
+    params[1].need_clip = False  # type: ignore[attr-defined]
+    groups = [
+        {"params": params[:2]},
+        {"params": [params[2]], "clip": None},
+        {"params": [params[3]], "clip": ClipByNorm(0.25)},
+    ]
+    return params, ClippedOptimizer(make(groups), 1.0)
 
 
 def weight_under(scaler_type, **options):

@@ -25,6 +25,7 @@ from helpers.loss_scale import (
     UNSCALED_BEFORE,
     assert_same_run,
     backward,
+    four_ways,
     grads_at,
     hand_clip,
     hand_step,
@@ -33,7 +34,7 @@ from helpers.loss_scale import (
     weight_under,
 )
 from helpers.training import INNERS, PLAIN_AND_FUSED, new_params, wrapped
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByValue, ClippedOptimizer
 from tritonclip.backends.operators import TorchBatch
 
 
@@ -48,12 +49,7 @@ def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
     for step in range(STEPS):
         overflows = step in OVERFLOWS
         grads = spoiled(grads_at(step)) if overflows else grads_at(step)
-        backward(scaler, params, grads)
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
+        scaled_step(scaler, optimizer, params, grads, unscale=unscale)
         if overflows:
             scale, finite = scale / 2, 0
         else:
@@ -77,10 +73,7 @@ def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
 def test_scaler_leaves_gradients_unscaled_and_clipped_once(scaler_type, make, unscale, scale):
     params, optimizer = wrapped(make)
     scaler = scaler_type("cpu", init_scale=scale)
-    backward(scaler, params, grads_at(2))
-    if unscale:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+    scaled_step(scaler, optimizer, params, grads_at(2), unscale=unscale)
     # At 3.0 scaling, unscaling and clipping round once each.
     for param, grad in zip(params, hand_clip(ClipByGlobalNorm(1.0), grads_at(2)), strict=True):
         torch.testing.assert_close(grad_of(param), grad, rtol=1e-6, atol=0)
@@ -115,14 +108,7 @@ def test_scaler_run_is_right_for_momentum_that_starts_late(scaler):
 
 def test_scaler_unscales_what_no_rule_holds_for(scaler, make):
     """need_clip=False and clip=None: divided by the loss scale, bit for bit, and not clipped."""
-    params = new_params(((3,), (4,), (5,), (6,)))
-    setattr(params[1], "need_clip", False)  # noqa: B010
-    groups: list[dict[str, Any]] = [
-        {"params": params[:2]},
-        {"params": [params[2]], "clip": None},
-        {"params": [params[3]], "clip": ClipByNorm(0.25)},
-    ]
-    optimizer = ClippedOptimizer(make(groups), 1.0)
+    params, optimizer = four_ways(make)
     grads = [5 * normal(param.numel(), seed=at) for at, param in enumerate(params)]
     scaled_step(scaler, optimizer, params, grads)
     assert_bits([grad_of(params[1]), grad_of(params[2])], [grads[1], grads[2]])
@@ -150,10 +136,7 @@ def test_scaler_that_is_disabled_leaves_clipping_as_it_is(scaler_type):
     scaler = scaler_type("cpu", enabled=False)
     bare = AdamW(twins, lr=0.1)
     for step in range(3):
-        backward(scaler, params, grads_at(step))
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, optimizer, params, grads_at(step), unscale=True)
         hand_step(bare, twins, grads_at(step), ClipByGlobalNorm(1.0))
         assert_same_run(params, twins)
     assert int(optimizer.stats.steps) == 3

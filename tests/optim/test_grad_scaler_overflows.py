@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from helpers.loss_scale import (
     UNSCALED_BEFORE,
     assert_same_run,
     backward,
+    four_ways,
     grads_at,
     hand_step,
     scaled_step,
@@ -83,14 +82,7 @@ def test_scaler_run_is_right_after_overflows_from_the_start(scaler, make):
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["common", "need_clip", "clip=None", "own rule"])
 def test_scaler_sees_an_overflow_in_any_group(scaler, make, at):
-    params = new_params(((3,), (4,), (5,), (6,)))
-    setattr(params[1], "need_clip", False)  # noqa: B010
-    groups: list[dict[str, Any]] = [
-        {"params": params[:2]},
-        {"params": [params[2]], "clip": None},
-        {"params": [params[3]], "clip": 2.0},
-    ]
-    optimizer = ClippedOptimizer(make(groups), 1.0)
+    params, optimizer = four_ways(make)
     grads = [normal(param.numel(), seed=i) for i, param in enumerate(params)]
     grads[at][-1] = torch.inf
     with unchanged(params):
@@ -125,11 +117,8 @@ def steps_called(
     optimizer.register_step_pre_hook(lambda *_: log.append(f"before {number}"))
     optimizer.register_step_post_hook(lambda *_: log.append(f"after {number}"))
     for number in range(4):
-        backward(scaler, params, spoiled(grads_at(0)) if number == 2 else grads_at(number))
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        grads = spoiled(grads_at(0)) if number == 2 else grads_at(number)
+        scaled_step(scaler, optimizer, params, grads, unscale=unscale)
     return log
 
 
