@@ -140,7 +140,7 @@ class ScalerSide(OptimizerProxy):
             # Before it writes to the gradients.
             scaler.resumes = self._unfinished.resumes(self._grouping.present())
         scaler.is_begun = takes_scaling(self.optimizer)
-        return takes_scaling(self.optimizer) if scaler.on_device is None else scaler.on_device
+        return scaler.is_begun if scaler.on_device is None else scaler.on_device
 
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
