@@ -120,10 +120,10 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 
 
 def is_no_decision(node: Any) -> bool:
-    """Whether no right code can tell: the star of a signature, and `strict=` where lengths agree."""
+    """Whether no right code can tell: the star of a signature, and `strict=` of equal lengths."""
     parent = node.parent
     of_strict = parent.type == "argument" and parent.get_first_leaf().value == "strict"
-    return of_strict or (parent.type == "parameters" and node.type == "operator")
+    return bool(of_strict or (parent.type == "parameters" and node.type == "operator"))
 
 
 def forked(work: Callable[[], object], log: Path, timeout: float = float("inf")) -> int | None:

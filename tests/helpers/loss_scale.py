@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from helpers import reference
-from helpers.cases import bounds_of, copies, normal
+from helpers.cases import copies, normal
 from helpers.training import SHAPES, new_params
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 STEPS = 12
 OVERFLOWS = (3, 8)
