@@ -28,17 +28,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 ]
 
+GLOBAL = ClipByGlobalNorm(0.5)
 RULES = [
-    pytest.param(ClipByGlobalNorm(0.5), id="global"),
+    pytest.param(GLOBAL, id="global"),
     pytest.param(ClipByNorm(0.5), id="by-norm"),
     pytest.param(ClipByValue(-0.3, 0.2), id="by-value"),
 ]
 SMALL, MEDIUM = (10,) * 10, (70_000,) * 3
 SIZES = [pytest.param(SMALL, id="small"), pytest.param(MEDIUM, id="medium")]
 DTYPES = [
-    pytest.param(torch.float32, id="float32"),
-    pytest.param(torch.bfloat16, id="bfloat16"),
-    pytest.param(torch.float64, id="float64"),
+    pytest.param(dtype, id=str(dtype)[6:])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
 ]
 MIXED = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -48,31 +48,31 @@ def repeat(times: int, work: Callable[..., None], *arguments: Any) -> None:
         work(*arguments)
 
 
+def check_fork(ours: Arena, rule: Any, *, met: bool = True) -> None:
+    """A list is clipped in a fork and after it, where it was met before or not."""
+    if met:
+        repeat(2, ours.clip, rule)
+    run_in_fork(lambda: repeat(2, ours.clip, rule))
+    repeat(2, ours.clip, rule)
+
+
 @NEEDS_FORK
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtypes", [*DTYPES, pytest.param(MIXED, id="mixed")])
 def test_list_is_clipped_in_a_fork_and_after_it(rule, sizes, dtypes):
-    ours = Arena(sizes[:3] if dtypes is MIXED else sizes, dtypes)
-    repeat(2, ours.clip, rule)
-    run_in_fork(lambda: repeat(2, ours.clip, rule))
-    repeat(2, ours.clip, rule)
+    check_fork(Arena(sizes[:3] if dtypes is MIXED else sizes, dtypes), rule)
 
 
 @NEEDS_FORK
 @pytest.mark.parametrize("arena", ARENAS)
 def test_every_call_is_right_in_a_fork_and_after_it(arena):
-    rule, ours = ClipByGlobalNorm(0.5), arena(SMALL)
-    repeat(2, ours.clip, rule)
-    run_in_fork(lambda: repeat(2, ours.clip, rule))
-    repeat(2, ours.clip, rule)
+    check_fork(arena(SMALL), GLOBAL)
 
 
 @NEEDS_FORK
 def test_list_first_met_in_a_fork_is_clipped_in_the_parent():
-    rule, ours = ClipByGlobalNorm(0.5), Arena((11, 12, 13))
-    run_in_fork(lambda: repeat(2, ours.clip, rule))
-    repeat(2, ours.clip, rule)
+    check_fork(Arena((11, 12, 13)), GLOBAL, met=False)
 
 
 @NEEDS_FORK

@@ -102,6 +102,14 @@ def clip(ours: Arena, rule: Any, context: AbstractContextManager[Any]) -> None:
     ours.assert_clipped(rule, measured)
 
 
+@contextmanager
+def left_alone(ours: Arena) -> Iterator[None]:
+    """No byte changes inside."""
+    before = ours.memory.clone()
+    yield
+    assert torch.equal(ours.memory, before)
+
+
 @pytest.mark.covering(1 if INTERPRETED else 2)
 @INSIDE
 @ORDERS
@@ -136,12 +144,9 @@ def test_gradients_made_in_inference_mode_are_refused_outside(device, rule, orde
         if inside:
             with torch.inference_mode():
                 ours.clip(rule)
-                before = ours.memory.clone()
         else:
-            before = ours.memory.clone()
-            with pytest.raises(RuntimeError, match="made in inference mode"):
+            with left_alone(ours), pytest.raises(RuntimeError, match="made in inference mode"):
                 ours.call(rule)
-        assert torch.equal(ours.memory, before)
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["grad", "no-grad"])
@@ -169,8 +174,7 @@ def test_gradients_that_require_grad_are_clipped_in_every_grad_mode(device, rule
 def test_need_clip_holds_from_the_next_call_on(device, rule, dtypes):
     """Every choice of five parameters, each after another one."""
     ours = Arena(new_sizes(), dtypes, device)
-    turns = 8 if INTERPRETED else 32
-    for turn in range(turns):
+    for turn in range(8 if INTERPRETED else 32):
         # All 32 choices come up, for 13 is odd; several parameters change at a time.
         chosen = turn * 13 % 32
         for i, param in enumerate(ours.params):
@@ -201,10 +205,9 @@ def test_backend_that_cannot_serve_refuses_a_list_met_before():
     ours = Arena(new_sizes())
     for _ in range(2):
         clip(ours, GLOBAL, tritonclip.use_backend("auto"))
-        before = ours.memory.clone()
-        with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="asked for"):
+        refused = pytest.raises(RuntimeError, match="asked for")
+        with left_alone(ours), tritonclip.use_backend("triton"), refused:
             ours.call(GLOBAL)
-        assert torch.equal(ours.memory, before)
 
 
 MANY = 12 if INTERPRETED else 120
@@ -218,14 +221,18 @@ def test_more_lists_than_are_kept_are_clipped_in_turn(device, rule):
         arena.clip(rule)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
+WHILE = pytest.mark.skipif(
+    INTERPRETED, reason="a launch of the interpreter is hundreds of operators"
+)
+
+
+@WHILE
 @pytest.mark.parametrize("dtypes", LISTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
     """Before every tenth operator of a call, other lists are clipped: more than are kept."""
     ours = Arena(new_sizes(), dtypes, device)
     others = [parameters([normal(n, device=device), normal(9, device=device)]) for n in range(100)]
-
     operators = itertools.count()
 
     def meanwhile() -> None:
@@ -239,23 +246,17 @@ def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
         assert mode.calls > 0
 
 
-@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
-@pytest.mark.parametrize("dtypes", LISTS)
+@WHILE
+@pytest.mark.parametrize(
+    ("arena", "dtypes"),
+    [(Arena, torch.float32), (Arena, MIXED), (FlatArena, torch.float32)],
+    ids=["float32", "mixed", "flat"],
+)
 @pytest.mark.parametrize("rule", RULES)
-def test_list_is_clipped_while_equal_ones_are(device, rule, dtypes):
+def test_list_is_clipped_while_equal_ones_are(device, rule, arena, dtypes):
     """Before each operator of a call, another list of the same shapes is clipped."""
     sizes = new_sizes()
-    ours, theirs = Arena(sizes, dtypes, device), Arena(sizes, dtypes, device, seed=1)
+    ours, theirs = (arena(sizes, dtypes, device, seed=seed) for seed in range(2))
     for _ in range(2):
         clip(ours, rule, Dispatch(lambda: theirs.clip(rule)))
         ours.clip(rule)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
-def test_flat_gradients_are_clipped_while_they_are(device):
-    """Before each operator of a call, another call clips equal gradients."""
-    sizes = new_sizes()
-    ours, theirs = FlatArena(sizes, device=device), FlatArena(sizes, device=device, seed=1)
-    for _ in range(2):
-        clip(ours, GLOBAL, Dispatch(lambda: theirs.clip(GLOBAL)))
-        ours.clip(GLOBAL)

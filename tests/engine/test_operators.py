@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 pytestmark = pytest.mark.plain_empty
 
 
-def limit() -> Any:
-    return torch.tensor(0.5)
+def number(value: float, params: list[Any]) -> Tensor:
+    """On the device of the gradients."""
+    return torch.full((), value, device=params[0].device)
 
 
 CALLS: dict[str, Callable[[list[Any]], Any]] = {
@@ -36,19 +37,17 @@ CALLS: dict[str, Callable[[list[Any]], Any]] = {
     "unit": lambda params: tritonclip.clip_(params, ClipByUnitNorm(0.01, exclude=params[1])),
     "zero": lambda params: tritonclip.clip_(params, 1.0, nonfinite="zero"),
     "error": lambda params: tritonclip.clip_(params, 1.0, nonfinite="error"),
-    "grad_scale": lambda params: tritonclip.clip_(
-        params, 1.0, grad_scale=torch.full((), 4.0, device=params[0].device)
-    ),
-    "limit": lambda params: tritonclip.clip_(params, limit()),
+    "grad_scale": lambda params: tritonclip.clip_(params, 1.0, grad_scale=number(4.0, params)),
+    "limit": lambda params: tritonclip.clip_(params, cast(Any, torch.tensor(0.5))),
     "get_total_norm": lambda params: tritonclip.get_total_norm(map(grad_of, params)),
     "get_total_norm error": lambda params: tritonclip.get_total_norm(
         map(grad_of, params), error_if_nonfinite=True
     ),
     "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(
-        params, 1.0, torch.full((), 5.0, device=params[0].device)
+        params, 1.0, number(5.0, params)
     ),
     "clip_grads_with_norm_ limit": lambda params: tritonclip.clip_grads_with_norm_(
-        params, limit(), torch.full((), 5.0, device=params[0].device)
+        params, cast(Any, torch.tensor(0.5)), number(5.0, params)
     ),
 }
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
