@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers import reference
-from helpers.cases import FLOATS, NORM_TYPES, assert_bits, assert_norm, copies, normal, parameters
+from helpers.cases import (
+    FLOATS,
+    NORM_TYPES,
+    assert_bits,
+    assert_norm,
+    normal,
+    parameters,
+    unchanged,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.engine.plan_cache import plans
 
 SHAPES = ((40,), (), (0,), (3, 700), (1,))
 MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
-# Every function, at a limit that clips most of the tensors of `make`.
+DTYPES = pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
 FUNCTIONS = {
     "value": lambda x: functional.clip_by_value(x, -0.25, 0.5),
     "norm": lambda x: functional.clip_by_norm(x, 0.5),
@@ -27,27 +35,19 @@ FUNCTIONS = {
     "rms": lambda x: functional.clip_by_rms(x, 0.5),
     "global": lambda x: functional.clip_by_global_norm(x, 0.5)[0],
 }
+BY_NORM = [*FUNCTIONS][1:]
+# And what others become.
+NONFINITE = [(math.nan, math.nan), (math.inf, 0.0)]
 
 
 def make(device, dtype=None):
-    dtypes = MIXED if dtype is None else [dtype] * len(SHAPES)
-    return [
-        normal(shape, dtype, device, seed)
-        for seed, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True))
-    ]
-
-
-def scaled(tensors, norms, limits):
-    """Each tensor by the formula, from a norm that was measured."""
-    return [
-        reference.scaled(x, reference.coefficient(norm, limit, eps=0.0))
-        for x, norm, limit in zip(tensors, norms, limits, strict=True)
-    ]
+    forms = zip(SHAPES, MIXED if dtype is None else [dtype] * len(SHAPES), strict=True)
+    return [normal(*form, device, seed) for seed, form in enumerate(forms)]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, math.inf])
-@pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
+@DTYPES
 def test_clip_by_global_norm_is_the_stated_formula(device, dtype, limit):
     tensors = make(device, dtype)
     clipped, norm = functional.clip_by_global_norm(tensors, limit)
@@ -55,7 +55,8 @@ def test_clip_by_global_norm_is_the_stated_formula(device, dtype, limit):
     assert_norm(norm.float() if dtype is None else norm, reference.total_norm(tensors))
     assert norm.dtype == (torch.float64 if dtype in (None, torch.float64) else torch.float32)
     assert norm.device == device
-    assert_bits(clipped, scaled(tensors, [norm] * len(tensors), [limit] * len(tensors)))
+    by = reference.coefficient(norm, limit, eps=0.0)
+    assert_bits(clipped, [reference.scaled(x, by) for x in tensors])
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -66,13 +67,12 @@ def test_clip_by_norm_is_the_in_place_call_without_eps(device, norm_type):
     assert_bits(ours, tensors)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
+@DTYPES
 def test_clip_by_global_norm_is_the_in_place_call_without_eps(device, dtype):
     tensors = make(device, dtype)
     ours, norm = functional.clip_by_global_norm(tensors, 0.5)
     measured = tritonclip.clip_(parameters(tensors), ClipByGlobalNorm(0.5, eps=0.0))
-    assert_bits(ours, tensors)
-    assert_bits([norm], [measured])
+    assert_bits([*ours, norm], [*tensors, measured])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -96,23 +96,26 @@ def test_clip_by_rms_and_average_norm_are_norms_over_counts(device, dtype):
 @pytest.mark.parametrize("dim", [0, -1, (0, 2), [1, 2]], ids=str)
 def test_clip_by_norm_over_dimensions_measures_each_slice(device, dtype, dim):
     x = normal((3, 4, 5), dtype, device)
-    y = functional.clip_by_norm(x, 1.5, dim)
-    norms = torch.linalg.vector_norm(x.double(), dim=dim, keepdim=True)
-    expected = x.double() * (1.5 / norms).clamp(max=1.0)
-    assert int((norms > 1.5).sum()) > 0
-    torch.testing.assert_close(y.double(), expected, rtol=1.2e-6 + torch.finfo(dtype).eps, atol=0)
+    check_slices(x, 1.5, dim, rtol=1.2e-6 + torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dim", [0, (0, 2), 1], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64], ids=str)
 def test_clip_by_norm_over_dimensions_of_a_large_tensor(dtype, dim):
     """In pieces, the last of which is shorter."""
-    x = normal((61, 67, 71), dtype)
-    y = functional.clip_by_norm(x, 7.0, dim)
-    wide = x.to(torch.complex128 if dtype.is_complex else torch.float64)
+    check_slices(
+        normal((61, 67, 71), dtype), 7.0, dim, rtol=1.3e-6 + torch.finfo(dtype).eps, atol=1e-5
+    )
+
+
+def check_slices(x, limit, dim, **tolerance):
+    """By the formula, and some are clipped."""
+    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
     norms = torch.linalg.vector_norm(wide, dim=dim, keepdim=True)
-    expected = (wide * (7.0 / norms).clamp(max=1.0)).to(dtype)
-    torch.testing.assert_close(y, expected)
+    assert int((norms > limit).sum()) > 0
+    y = functional.clip_by_norm(x, limit, dim)
+    assert y.dtype == x.dtype
+    torch.testing.assert_close(y.to(wide.dtype), wide * (limit / norms).clamp(max=1.0), **tolerance)
 
 
 def test_slices_within_the_limit_keep_their_bits(device):
@@ -133,31 +136,22 @@ def test_clip_by_value_is_the_stated_formula(device, dtype):
     assert_bits(ours, [reference.clamped(x, -0.1, 0.7) for x in tensors])
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-5], ids=["clipped", "within"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_inputs_stay_and_results_share_no_memory(device, name):
-    for scale in (1.0, 1e-4):
-        tensors = [x * scale for x in make(device)]
-        before = copies(tensors)
+def test_inputs_stay_and_results_share_no_memory(device, name, scale):
+    """Results have the dtypes, the shapes and the devices of inputs, and their bits within."""
+    tensors = [x * scale for x in make(device)]
+    with unchanged(tensors):
         made = FUNCTIONS[name](tensors)
+        for x, y in zip(tensors, made, strict=True):
+            assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device)
+        if scale < 1:
+            assert_bits(made, tensors)
         for one in made:
             one.fill_(7.0)
-        assert_bits(tensors, before)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_keep_dtype_shape_and_device(device, name):
-    tensors = make(device)
-    for x, y in zip(tensors, FUNCTIONS[name](tensors), strict=True):
-        assert (x.dtype, x.shape, x.device) == (y.dtype, y.shape, y.device)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_within_the_limit_bits_stay(device, name):
-    tensors = [x * 1e-5 for x in make(device)]
-    assert_bits(FUNCTIONS[name](tensors), copies(tensors))
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
+@DTYPES
 def test_limits_on_the_device_give_the_bits_of_numbers(device, dtype):
     """Nothing is read back: on a GPU kernels scale copies of half types."""
     tensors, limit = make(device, dtype), torch.tensor(1.7, device=device)
@@ -198,25 +192,20 @@ def test_float16_norm_over_its_range_is_survived(device):
     torch.testing.assert_close(float(functional.global_norm(clipped)), 1.0, rtol=2**-11, atol=0)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm-1", "average", "rms", "global"])
-def test_nan_and_inf_spread_as_in_place(device, name):
-    for value, others in ((math.nan, math.nan), (math.inf, 0.0)):
-        x = torch.tensor([1.0, value, 2.0], device=device)
-        y = FUNCTIONS[name]([x])[0]
-        assert y[1].isnan()
-        torch.testing.assert_close(
-            y[[0, 2]], torch.full((2,), others, device=device), equal_nan=True
-        )
+@pytest.mark.parametrize(("value", "others"), NONFINITE)
+@pytest.mark.parametrize("name", BY_NORM)
+def test_nan_and_inf_spread_as_in_place(device, name, value, others):
+    x = torch.tensor([1.0, value, 2.0], device=device)
+    y = FUNCTIONS[name]([x])[0].cpu()
+    torch.testing.assert_close(y, torch.tensor([others, math.nan, others]), equal_nan=True)
 
 
-@pytest.mark.parametrize(("value", "other"), [(math.nan, math.nan), (math.inf, 0.0)])
+@pytest.mark.parametrize(("value", "other"), NONFINITE)
 def test_a_global_norm_that_is_not_finite_reaches_every_tensor(device, value, other):
     """NaN makes all NaN; inf zeroes what is finite, where TensorFlow makes all NaN."""
     tensors = [torch.tensor([value], device=device), torch.ones(2, device=device)]
-    (x, y), norm = functional.clip_by_global_norm(tensors, 6.0)
-    torch.testing.assert_close(norm.cpu(), torch.tensor(value), equal_nan=True)
-    assert x.isnan().all()
-    torch.testing.assert_close(y.cpu(), torch.full((2,), other), equal_nan=True)
+    clipped, norm = functional.clip_by_global_norm(tensors, 6.0)
+    assert_bits([norm, *clipped], map(torch.tensor, (value, [math.nan], [other, other])))
 
 
 def test_no_limit_clips_nothing_of_an_infinite_norm(device):
@@ -277,7 +266,7 @@ def test_views_of_any_strides_are_clipped(device, name):
     assert_bits(FUNCTIONS[name](views), expected)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm-1", "average", "rms", "global"])
+@pytest.mark.parametrize("name", BY_NORM)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex_tensors_are_scaled_by_modulus(device, name, dtype):
     x = normal(20, dtype, device)
