@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.absent_gpu import Launch, kernel_module
 from helpers.cases import INTERPRETED
 from tritonclip.backends.interface import Clip
 
@@ -46,10 +47,6 @@ POINTERS = {
 }
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"tritonclip.kernels.{name}")
-
-
 def _batch(table: Any) -> Any:
     backend = importlib.import_module("tritonclip.backends.triton")
     return backend.TritonBatch([], table, torch.promote_types(table.dtype, torch.float32))
@@ -64,10 +61,6 @@ def _flag(variant: str) -> torch.Tensor | None:
     return torch.zeros((), dtype=torch.bool) if variant == "zero" else None
 
 
-def _norm(table: Any, p: float, variant: str) -> None:
-    _batch(table).norm(p, per_gradient=variant == "each")
-
-
 def _scale(table: Any, p: float, variant: str) -> None:
     norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
     _batch(table).scale_(norms, Clip(p, EPS, number, number, variant == "zero"))
@@ -76,10 +69,6 @@ def _scale(table: Any, p: float, variant: str) -> None:
 def _scale_each(table: Any, p: float, variant: str) -> None:
     norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
     _batch(table).scale_each_(norms, Clip(p, EPS, number, number, _flag(variant)))
-
-
-def _clamp(table: Any, p: float, variant: str) -> None:
-    _batch(table).clamp_(-1.0, 1.0, _number(variant))
 
 
 def _advance(table: Any, p: float, variant: str) -> None:
@@ -98,13 +87,9 @@ def _advance(table: Any, p: float, variant: str) -> None:
 def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
     units = importlib.import_module("tritonclip.backends.triton_units")
-    row = torch.empty(64, _module("access").CHUNK, dtype=table.dtype)
+    row = torch.empty(64, kernel_module("access").CHUNK, dtype=table.dtype)
     layout = units.TritonUnitLayout([row], [row], torch.promote_types(table.dtype, torch.float32))
     return layout.bind([row], [row], 2 * [row.data_ptr()])
-
-
-def _unit_norms(table: Any, p: float, variant: str) -> None:
-    _units(table).measure()
 
 
 def _scale_units(table: Any, p: float, variant: str) -> None:
@@ -131,11 +116,11 @@ class Verb:
 # One program reads a window, or a row of numbers for each gradient: no bandwidth counts.
 SINGLE = {"advance": Verb(_advance, 0, 0)}
 VERBS = {
-    "norm": Verb(_norm, 1, 0),
+    "norm": Verb(lambda table, p, kind: _batch(table).norm(p, per_gradient=kind == "each"), 1, 0),
     "scale": Verb(_scale, 1, 1),
     "scale_each": Verb(_scale_each, 1, 1),
-    "clamp": Verb(_clamp, 2, 1),
-    "unit_norms": Verb(_unit_norms, 1, 0, by_row=True),
+    "clamp": Verb(lambda table, p, kind: _batch(table).clamp_(-1.0, 1.0, _number(kind)), 2, 1),
+    "unit_norms": Verb(lambda table, p, kind: _units(table).measure(), 1, 0, by_row=True),
     "scale_units": Verb(_scale_units, 1, 1, by_row=True),
 }
 
@@ -204,36 +189,24 @@ class Binary:
         return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
 
 
-@dataclass
-class _Launch:
-    """What a verb asks for."""
-
-    kernel: Any
-    programs: int
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
-def _record(case: Case, hip: bool) -> _Launch:
+def _record(case: Case, hip: bool) -> Launch:
     """The launch of a verb on a device with one multiprocessor and more chunks than programs."""
-    launch, launches = _module("launch"), []
+    launches = []
 
     def record(kernel, device, programs, occupancy, arguments, **constants):
-        options = launch.options_of(occupancy)
-        launches.append(_Launch(kernel, programs, arguments, constants, options))
+        launches.append(Launch(kernel, device, programs, occupancy, arguments, constants))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if hip else None)
-        patch.setattr(launch, "multiprocessors", lambda device: 1)
-        patch.setattr(launch, "launch", record)
-        n = 16 * _module("access").CHUNK
-        table = _module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
+        patch.setattr(kernel_module("launch"), "multiprocessors", lambda device: 1)
+        patch.setattr(kernel_module("launch"), "launch", record)
+        n = 16 * kernel_module("access").CHUNK
+        table = kernel_module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
         (VERBS | SINGLE)[case.verb].launch(table, case.p, case.variant)
     return launches[0]
 
 
-def _source(launch: _Launch) -> Any:
+def _source(launch: Launch) -> Any:
     """What Triton compiles for a launch: it depends on types and constants alone."""
     from triton.compiler import ASTSource
 
@@ -280,14 +253,15 @@ def binary(request, no_linker, tmp_path_factory):
     case = request.param
     target = GPUTarget(*TARGETS[case.target])
     launch = _record(case, hip=target.backend == "hip")
-    compiled = triton.compile(_source(launch), target=target, options=launch.options)
+    options = kernel_module("launch").options_of(launch.occupancy)
+    compiled = triton.compile(_source(launch), target=target, options=options)
 
     sass = resources = ""
     if target.backend == "cuda":
         cubin = tmp_path_factory.mktemp("binary") / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         sass, resources = _dump(cubin, "--dump-sass"), _dump(cubin, "--dump-resource-usage")
-    threads, constants = launch.options["num_warps"] * target.warp_size, launch.constants
+    threads, constants = options["num_warps"] * target.warp_size, launch.constants
     in_rows = constants.get("MEDIUM_ROWS", 0) * constants.get("ROW_COLUMNS", 0)
     return Binary(
         case=case,
@@ -342,21 +316,17 @@ def test_main_loops_are_wide_in_ptx(binary):
             assert_at_least(masked, verb.masked(loops, binary))
 
 
-@over(CUDA, fast=True)
-def test_main_loops_are_wide_in_sass(binary):
-    verb = VERBS[binary.case.verb]
-    for access, loops in (("LDG", verb.reading_loops), ("STG", verb.writing_loops)):
-        found = re.findall(rf"\b{access}\.E\S*\.(?:128|256)\b", binary.sass)
-        if loops:
-            assert_at_least(len(found), loops * binary.per_tile + verb.masked(loops, binary))
+SASS = ("LDG", "STG", r"\b{}\.E\S*\.(?:128|256)\b")
+AMDGCN = ("load", "store", r"\b(?:buffer|global)_{}_dwordx4\b")
 
 
-@over(AMD, fast=True)
-def test_main_loops_are_wide_in_amdgcn(binary):
+@over([*CUDA, *AMD], fast=True)
+def test_main_loops_are_wide_in_machine_code(binary):
     """Masked or not: AMD masks an access by an offset that is out of bounds."""
     verb = VERBS[binary.case.verb]
-    for access, loops in (("load", verb.reading_loops), ("store", verb.writing_loops)):
-        found = re.findall(rf"\b(?:buffer|global)_{access}_dwordx4\b", binary.assembly)
+    load, store, pattern = SASS if binary.sass else AMDGCN
+    for access, loops in ((load, verb.reading_loops), (store, verb.writing_loops)):
+        found = re.findall(pattern.format(access), binary.sass or binary.assembly)
         if loops:
             assert_at_least(len(found), loops * binary.per_tile + verb.masked(loops, binary))
 
