@@ -29,27 +29,29 @@ RULES = [
     pytest.param(ClipByValue(-0.1, 0.2), id="by-value"),
 ]
 HALF = numpy.float64(0.5)
-CALLS = {
+CALLS: dict[str, Any] = {
     "clip_grads_with_norm_ without eps": lambda params: tritonclip.clip_grads_with_norm_(
         params, 0.5, torch.tensor(0.625), eps=0.0
     ),
-    "get_total_norm with None": lambda params: tritonclip.get_total_norm(
-        [None, *[p.grad for p in params]]
-    ),
+    "get_total_norm with None": lambda params: tritonclip.get_total_norm([None, *grads_of(params)]),
     "clip_tensors_": lambda params: tritonclip.clip_tensors_(
-        [params[0].grad, None, *[p.grad for p in params]], ClipByNorm(0.5)
+        [params[0].grad, None, *grads_of(params)], ClipByNorm(0.5)
     ),
     "clip_tensors_ by name": lambda params: tritonclip.clip_tensors_(
-        [(str(i), p.grad) for i, p in enumerate(params)], 0.5, grad_scale=8.0
+        zip("abc", grads_of(params), strict=True), 0.5, grad_scale=8.0
     ),
     "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
     "clip_grad_norm_ by NumPy": lambda params: tritonclip.clip_grad_norm_(params, HALF),
     "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
-    "get_total_norm": lambda params: tritonclip.get_total_norm([p.grad for p in params]),
+    "get_total_norm": lambda params: tritonclip.get_total_norm(grads_of(params)),
     "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(
         params, 0.5, params[0].grad.norm()
     ),
 }
+
+
+def grads_of(params):
+    return [param.grad for param in params]
 
 
 def fill(params, scale=1.0):
