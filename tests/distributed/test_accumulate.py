@@ -149,20 +149,16 @@ def test_stages_share_the_norm_of_a_micro_batch() -> None:
 
 @in_processes(2)
 def test_nonfinite_gradient_of_one_process_leaves_the_micro_batch_out_on_all() -> None:
-    weight = parameter((4, 3), mesh_of(-1), [Shard(0)])
+    weight, bad = (parameter((4, 3), mesh_of(-1), [Shard(0)], seed=seed) for seed in range(2))
     kept = whole(weight.grad)
-    bad = parameter((4, 3), mesh_of(-1), [Shard(0)], seed=1).grad
     if dist.get_rank() == 1:
-        bad.to_local()[0, 0] = torch.nan
+        bad.grad.to_local()[0, 0] = torch.nan
     with tritonclip.accumulate_([weight], LIMIT, nonfinite="zero"):
-        weight.grad = bad
+        weight.grad = bad.grad.clone()
     assert torch.equal(whole(weight.grad), kept)
     named = pytest.raises(RuntimeError, match=r"parameters\[0\] \(on rank 1\)")
     with named, tritonclip.accumulate_([weight], LIMIT, nonfinite="error"):
-        fresh = parameter((4, 3), mesh_of(-1), [Shard(0)], seed=1).grad
-        if dist.get_rank() == 1:
-            fresh.to_local()[0, 0] = torch.nan
-        weight.grad = fresh
+        weight.grad = bad.grad
     assert torch.equal(whole(weight.grad), kept)
 
 

@@ -63,21 +63,31 @@ def test_clip_by_own_rules() -> None:
     torch.testing.assert_close(each, torch.tensor([0.24, 0.15]))
 
 
+def _pieces() -> list[Any]:
+    """Longer and shorter than a chunk, empty on one process, copied, of two dtypes."""
+    mesh = mesh_of(-1)
+    return [
+        parameter((34_000,), mesh, [Shard(0)], seed=1),
+        parameter((1, 3), mesh, [Shard(0)], seed=2),
+        parameter((5, 3), mesh, [Shard(1)], seed=3),
+        parameter((7,), mesh, [Replicate()], seed=4),
+        parameter((9, 3), mesh, [Shard(0)], seed=5, dtype=torch.bfloat16),
+        parameter((3, 3), None, seed=6),
+    ]
+
+
+def _check_norm_type(p: float) -> None:
+    pieces, collectives = _pieces(), collectives_at(p)
+    check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=collectives)
+    check_clip(pieces, ClipByNorm(0.5, p), collectives=collectives)
+    check_clip(pieces, ClipByValue(0.1), collectives=0)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("p", NORM_TYPES)
 @in_processes(2, 4)
 def test_clip_norm_types(p: float) -> None:
-    mesh = mesh_of(-1)
-    parameters = [
-        parameter((8, 3), mesh, [Shard(0)], seed=1),
-        parameter((5, 8), mesh, [Shard(1)], seed=2),
-        parameter((7,), mesh, [Replicate()], seed=3),
-        parameter((3, 3), None, seed=4),
-    ]
-    collectives = collectives_at(p)
-    check_clip(parameters, ClipByGlobalNorm(0.5, p), collectives=collectives)
-    check_clip(parameters, ClipByNorm(0.5, p), collectives=collectives)
-    check_clip(parameters, ClipByValue(0.1), collectives=0)
+    _check_norm_type(p)
 
 
 @in_processes(4)
@@ -136,27 +146,10 @@ def test_clip_dtypes(dtype: torch.dtype) -> None:
     check_clip(parameters, ClipByNorm(0.5))
 
 
-def _pieces() -> list[Any]:
-    """Longer and shorter than a chunk, empty on one process, copied, partial, of two dtypes."""
-    mesh = mesh_of(-1)
-    return [
-        parameter((34_000,), mesh, [Shard(0)], seed=1),
-        parameter((1, 3), mesh, [Shard(0)], seed=2),
-        parameter((5, 3), mesh, [Shard(1)], seed=3),
-        parameter((7,), mesh, [Replicate()], seed=4),
-        parameter((9, 3), mesh, [Shard(0)], seed=5, dtype=torch.bfloat16),
-        parameter((3, 3), None, seed=6),
-    ]
-
-
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 100.0, math.inf, -math.inf, 0.0])
 @in_processes(2)
 def test_clip_on_backends(backend: Any, p: float) -> None:
-    pieces = _pieces()
-    collectives = collectives_at(p)
-    check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=collectives)
-    check_clip(pieces, ClipByNorm(0.5, p), collectives=collectives)
-    check_clip(pieces, ClipByValue(0.1), collectives=0)
+    _check_norm_type(p)
 
 
 @in_processes(2)
@@ -186,11 +179,8 @@ def test_clip_group_on_backends(backend: Any) -> None:
     expected = reference.total_norm([values((20_000,), rank) for rank in range(2)])
     check_clip(pieces, expected=expected, process_group=dist.group.WORLD)
     empty = [] if dist.get_rank() else pieces
-    check_clip(
-        empty,
-        expected=reference.total_norm([values((20_000,), 0)]),
-        process_group=dist.group.WORLD,
-    )
+    expected = reference.total_norm([values((20_000,), 0)])
+    check_clip(empty, expected=expected, process_group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e19, 1e-30, 1e-44])
@@ -284,8 +274,6 @@ def test_clip_gives_one_norm_in_every_layout(dtype: torch.dtype) -> None:
 @in_processes(2)
 def test_clip_float64_beside_float32_over_a_group() -> None:
     """Stages of several dtypes agree on one form of the numbers that they send."""
-    from torch import distributed as dist
-
     dtype = torch.float64 if dist.get_rank() else torch.float32
     one = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
     one.grad = torch.full((2,), 3e100 if dist.get_rank() else 3.0, dtype=dtype)

@@ -52,13 +52,9 @@ def _partial(
     made = parameter((8, 3), mesh, placements, seed=at, dtype=dtype)
     # By coordinates: other dimensions hold copies. Sums of these are exact, in any order.
     seed = 100 * at + sum(10**i * one for i, one in enumerate(mesh.get_coordinate()))
-    part = values(made.grad.to_local().shape, seed, dtype).mul(64)
-    part = (
-        torch.view_as_complex(torch.view_as_real(part).round())
-        if dtype.is_complex
-        else part.round()
-    )
-    part /= 64
+    part = values(made.grad.to_local().shape, seed, dtype)
+    numbers = torch.view_as_real(part) if dtype.is_complex else part
+    numbers.mul_(64).round_().div_(64)
     absent = missing(dist.get_rank(), at)
     if absent:
         part.zero_()
