@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed import agreement
-from tritonclip.distributed.norms import ReducedNorms, exchange
+from tritonclip.distributed.norms import exchange
 from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.reduction import (
     CachedIntegers,
-    Exchange,
     Reduction,
     ShardGroup,
     run_exchanges,
@@ -290,10 +289,6 @@ class ShardedGradients(Gradients):
         # Else they find the same error in their parameters.
         return self._is_reduced and (self.sharding.one_list or not norm.each)
 
-    def exchange(self, norm: Norm, grad_scale: float | Tensor) -> Exchange[ReducedNorms]:
-        """As `measure`, beside other exchanges; the caller raises `error` after it."""
-        return exchange(self, norm, grad_scale)
-
     def measure(
         self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
     ) -> Norms:
@@ -315,7 +310,7 @@ class ShardedGradients(Gradients):
         """Measures norms beside each other, and raises the error of a rejected list."""
         norms: list[Norms] = []
         if self.error is None or self.awaits(kinds[0]):
-            norms = [*run_exchanges([self.exchange(norm, grad_scale) for norm in kinds])]
+            norms = [*run_exchanges([exchange(self, norm, grad_scale) for norm in kinds])]
             if self.error is not None and names_culprits:
                 # The others ask for names where a norm is NaN.
                 gather_objects([], self.sharding.domain)

@@ -72,13 +72,11 @@ class ReducedNorms(Norms):
 
     def here(self, values: Tensor) -> Tensor:
         """Of one value for each parameter, those of the gradients here."""
-        values_here: Tensor = values[self.plan.reduction.positions.on(values.device)]
-        return values_here
+        return values[self.plan.reduction.positions.on(values.device)]
 
     def whole(self) -> Sequence[Tensor]:
         """The parameters that are to be clipped, or the tensors; DTensors have the whole shape."""
-        wanted: Sequence[Tensor] = self.gradients.wanted  # type: ignore[attr-defined]  # of shards
-        return wanted
+        return self.gradients.wanted  # type: ignore[attr-defined,no-any-return]  # of shards
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """The positions of parameters to be clipped among all, and the number of all."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_all
+from tritonclip.distributed.norms import exchange
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
@@ -360,7 +361,7 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
         if not isinstance(gradients, ShardedGradients) or not group.is_spread:
             group.keep(norm, gradients.measure(norm, scale), of_rule=of_rule)
         elif gradients.error is None or gradients.awaits(norm):
-            exchanges.append(gradients.exchange(norm, scale))
+            exchanges.append(exchange(gradients, norm, scale))
             sent.append(request)
     if exchanges:
         for (group, norm, of_rule), norms in zip(sent, run_exchanges(exchanges), strict=True):
