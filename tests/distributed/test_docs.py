@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import tritonclip
 from helpers import reference
 from helpers.processes import in_processes
-from helpers.spread import mesh_of, parameter, values
+from helpers.spread import grads_of, mesh_of, parameter, values
 from helpers.transformer import Transformer, loss_of, tokens
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -65,22 +65,15 @@ def _megatron(names: dict[str, Any]) -> float:
 def test_docs_code_runs(section: str) -> None:
     model = Transformer()
     batch = tokens(0)
-    names: dict[str, Any] = {
-        "torch": torch,
-        "tritonclip": tritonclip,
-        "model": model,
-        "loss_of": loss_of,
-        "batch": batch,
-        "batches": [batch] * 2,
-        "device": "cpu",
-    }
+    names = dict[str, Any](torch=torch, tritonclip=tritonclip, model=model, loss_of=loss_of)
+    names.update(batch=batch, batches=[batch] * 2, device="cpu")
     made = {"Pipeline stages": _stages, "Experts": _experts, "Plain shards": _megatron}
     if section in made:
         expected = made[section](names)
     else:
         alone = Transformer()
         loss_of(alone, batch).backward()
-        expected = reference.total_norm([p.grad for p in alone.parameters() if p.grad is not None])
+        expected = reference.total_norm(grads_of(alone.parameters()))
 
     exec(_sections()[section], names)
 

@@ -18,6 +18,19 @@ lightning: Any = pytest.importorskip("lightning", reason="needs tritonclip[integ
 STEPS, MAX_NORM = 3, 0.05
 
 
+class _Model(lightning.LightningModule):
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.network: Any = model
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.network(batch).square().mean()
+        return loss
+
+
 def _fitted(model: Any, batches: list[torch.Tensor], strategy: Any, by: str) -> Any:
     """A Trainer that has fitted a model, each process on its part of every batch."""
     from tritonclip.integrations.lightning import Clipping
@@ -44,25 +57,17 @@ def _fitted(model: Any, batches: list[torch.Tensor], strategy: Any, by: str) -> 
 @pytest.mark.parametrize("by", ["hand", "callback"])
 @in_processes(2)
 def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
-    class Model(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network: Any = None
-
+    class Model(_Model):
         def configure_model(self) -> None:
             if self.network is None:
                 self.network = fully_shard(network(), mesh=self.device_mesh["data_parallel"])
 
         def configure_optimizers(self) -> Any:
-            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            inner = super().configure_optimizers()
             return tritonclip.ClippedOptimizer(inner, MAX_NORM) if by == "hand" else inner
 
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.network(batch).square().mean()
-            return loss
-
     batches = [values((4, 3), step) for step in range(STEPS)]
-    model = Model()
+    model = Model(None)
     strategy = lightning.pytorch.strategies.ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1
     )
@@ -100,18 +105,7 @@ class _Sharded(lightning.pytorch.strategies.FSDPStrategy):
 def test_fsdp_strategy_trains_as_one_process(by: str, sharding: str) -> None:
     norms = []
 
-    class Model(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.network(batch).square().mean()
-            return loss
-
+    class Model(_Model):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if by == "hook":
                 options = {"process_group": self.trainer.strategy.model.process_group}
@@ -121,7 +115,7 @@ def test_fsdp_strategy_trains_as_one_process(by: str, sharding: str) -> None:
                 norms.append(tritonclip.clip_(self.parameters(), MAX_NORM, **options))
 
     batches = [values((4, 3), step) for step in range(STEPS)]
-    model = Model()
+    model = Model(network())
     trainer = _fitted(model, batches, _Sharded(sharding_strategy=sharding), by)
 
     sharded = trainer.strategy.model

@@ -98,12 +98,9 @@ def test_clip_by_unit_of_shards() -> None:
 
 @in_processes(2)
 def test_clip_by_unit_of_shards_passes_verification() -> None:
+    shapes, places = ((8, 3), (9,), (6,)), (Shard(0), Shard(0), Replicate())
     mesh = mesh_of(-1)
-    parameters = [
-        parameter((8, 3), mesh, [Shard(0)], 1),
-        parameter((9,), mesh, [Shard(0)], 3),
-        parameter((6,), mesh, [Replicate()], 7),
-    ]
+    parameters = [parameter(s, mesh, [p], 1) for s, p in zip(shapes, places, strict=True)]
     with tritonclip.verify():
         tritonclip.clip_(parameters, RULE)
         tritonclip.clip_(parameters, ClipByUnitNorm(0.001), grad_scale=2.0)
@@ -127,11 +124,7 @@ def test_clip_by_unit_on_two_dimensions() -> None:
 def test_clip_by_unit_of_gradients_missing_in_one_process(rank: int) -> None:
     """A shard without gradient counts as zeros, beside all weights."""
     mesh = mesh_of(-1)
-    parameters = [
-        parameter((9,), mesh, [Shard(0)], 1),
-        parameter((8, 3), mesh, [Shard(0)], 2),
-        parameter((6,), mesh, [Shard(0)], 3),
-    ]
+    parameters = [parameter(shape, mesh, [Shard(0)], 1) for shape in ((9,), (8, 3), (6,))]
     missing = parameters[:2]
     for one in missing:
         if dist.get_rank() == rank:
