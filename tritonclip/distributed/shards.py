@@ -197,15 +197,11 @@ def shard_of(
     """The shard of a missing gradient: placed as its parameter, but Partial along `sums`."""
     from torch.distributed.tensor import Partial
 
-    spec, placements = getattr(parameter, "_spec", None), None
-    if spec is not None:
-        placements = tuple(
-            Partial() if dim in sums else placement for dim, placement in enumerate(spec.placements)
-        )
-    copies = sharding.n_copies[at]
-    return shard_of_spec(
-        spec, copies, sharding.domain, lambda: f"parameters[{at}]", placements=placements
-    )
+    spec, copies = getattr(parameter, "_spec", None), sharding.n_copies[at]
+    own = () if spec is None else spec.placements
+    placements = [Partial() if dim in sums else one for dim, one in enumerate(own)]
+    label = partial("parameters[{}]".format, at)
+    return shard_of_spec(spec, copies, sharding.domain, label, placements=placements)
 
 
 def mesh_of(spec: Any) -> Any:
