@@ -173,11 +173,7 @@ class CallLog:
         return text
 
     def report(self, served_by_torch: Counter[str], *, failed: bool) -> str:
-        """Counts, and what was compared, in lines.
-
-        `served_by_torch` has the calls that tritonclip refused, by reason. A script that `failed`
-        was interrupted, or ended with an error.
-        """
+        """Counts, calls that torch served by reason, and what was compared, in lines."""
         if not self.counts:
             return _NONE if failed else f"{_NONE}, so that no call was replaced.\n{_REMEDIES}"
         counted = ", ".join(f"{n:,} of {name}" for name, n in self.counts.items())

@@ -253,10 +253,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Runs a script under `patch_torch`, as Python would; errors of the script are raised.
-
-    Returns 1 where there is no such script, or the recorder's file cannot be written.
-    """
+    """Runs a script under `patch_torch`, as Python would; errors of the script are raised."""
     process, is_first, file = os.getpid(), rank() == 0, chosen.record
     try:
         recorder, earlier = None, 0

@@ -21,10 +21,7 @@ _RULES = (ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByValue(0.5))
 
 
 def doctor() -> int:
-    """Prints versions, devices and their backends, and tests each device.
-
-    Returns 1 where a self-test failed or an environment variable is wrong, else 0.
-    """
+    """Prints versions, devices and backends; returns 1 where a self-test or a setting fails."""
     try:
         backend, verifying = settings.current()
     except ValueError as error:

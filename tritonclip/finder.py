@@ -137,14 +137,7 @@ class Found:
 
 
 class _Search:
-    """Which trials to run, and their losses.
-
-    Args:
-        run: a trial of a seed's position, and of a limit or rule.
-        limits: to try; empty for a grid from the first norms.
-        rules: that compete.
-        n_seeds: how many seeds.
-    """
+    """Which trials to `run`, by position of the seed; no `limits`: a grid from the first norms."""
 
     def __init__(
         self,
@@ -281,9 +274,6 @@ def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     By the rule of one standard error (Breiman et al. 1984): of those within it that help and give
     up little of the gain, the simplest. No limit is simpler than any, and a large limit than a
     small one, which is simpler than a rule.
-
-    Args:
-        last: the trials of a round, over the same seeds; no limit is a candidate.
     """
     mean = {clip: _mean(trials) for clip, trials in last.items()}
     # Where means are equal, the mildest: a limit above every norm changes nothing.
@@ -541,12 +531,7 @@ def _reason(
 
 
 def _on_length(trials: list[Trial], steps: int) -> str:
-    """A sentence on trials in whose first part nothing happens; "" where they are long enough.
-
-    Args:
-        trials: one of each candidate, with the same seed.
-        steps: of a trial.
-    """
+    """A sentence on trials of one seed in whose first part nothing happens; "" for others."""
     n, first = len(trials), max(steps // _FIRST_PART, min(steps, _FEWEST))
     n_telling = sum(
         not trial.losses[:first].isfinite().all() or moves(trial.losses[:first]) for trial in trials

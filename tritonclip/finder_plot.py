@@ -25,12 +25,7 @@ _FEWER = "0.6", ".", "with fewer seeds"
 
 
 def save(path: str | os.PathLike[str], found: Found) -> None:
-    """Draws an answer into a .png or .svg file.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        ValueError: another ending.
-    """
+    """Draws an answer into a .png or .svg file."""
     plot.write(path, lambda: draw(found))
 
 

@@ -15,21 +15,14 @@ from typing import Any, NamedTuple
 
 
 class Program(NamedTuple):
-    """What `python SCRIPT` or `python -m MODULE` runs.
-
-    `code` gives the code of the module `__main__`, which has these `attributes`; `name` is
-    `sys.argv[0]`.
-    """
+    """What `python SCRIPT` or `python -m MODULE` runs as `__main__`; `name` is sys.argv[0]."""
 
     code: Callable[[], CodeType]
     attributes: dict[str, Any]
     name: str
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Runs it in a new module `__main__`, which stays: the process is the program's from now.
-
-        Its errors are raised, and `sys.excepthook` shows them without the frames of tritonclip.
-        """
+        """Runs it in a new module `__main__`, which stays; raises its errors."""
         sys.argv[:] = [self.name, *arguments]
         main = ModuleType("__main__")
         vars(main).update(self.attributes, __builtins__=builtins)

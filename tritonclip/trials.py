@@ -71,14 +71,7 @@ class _Seen(BaseException):
 
 
 class Training:
-    """The user's training, begun anew for each trial.
-
-    Args:
-        make: as these four for `find_max_norm`.
-        batches: an iterable, or a function that gives one.
-        loss: of a model and a batch; None for the model's.
-        held_out: batches; None for none.
-    """
+    """The user's training, begun anew for each trial; arguments as for `find_max_norm`."""
 
     def __init__(self, make: Any, batches: Any, loss: Any, held_out: Any) -> None:
         if not callable(make) or isinstance(make, Module):
@@ -132,12 +125,7 @@ class Training:
                 self._start.end()
 
     def begin(self, seed: int, most: int) -> None:
-        """Makes a training, to know its objects: weights that are made again are kept and restored.
-
-        Args:
-            seed: of its random numbers.
-            most: steps in which a step function clips at least once.
-        """
+        """Makes a training, to know its objects; a step function clips within `most` steps."""
         step, model, self.optimizer = self._made(seed)
         if model is not None:
             self._known = [weakref.ref(p) for p in _tensors_of(model, self.optimizer)]
@@ -157,14 +145,9 @@ class Training:
     def run(
         self, seed: int, turn: float, clip: float | Rule, steps: int, tick: Callable[[], None]
     ) -> Trial:
-        """Trains; the host waits for an accelerator at the end only.
+        """Trains from a seed under a limit or a rule; the host waits for an accelerator at the end.
 
-        Args:
-            seed: of its random numbers.
-            turn: the share of a list of batches at which it begins, so that seeds differ.
-            clip: a limit, inf for none; or a rule.
-            steps: how many, if losses stay finite.
-            tick: called after each step.
+        `turn` is the share of a list of batches at which it begins, so that seeds differ.
         """
         step, model, optimizer = self._made(seed)
         if model is not None and self._is_known(_tensors_of(model, optimizer)):
@@ -344,13 +327,7 @@ class Training:
 
 
 class _Clipping:
-    """`clip` as a step gets it, for one trial.
-
-    Args:
-        clip: the limit, or a rule.
-        is_known: whether parameters were trained before.
-        only_looks: ends the step, and clips nothing.
-    """
+    """`clip` as a step gets it, for one trial; with `only_looks` it ends the first step."""
 
     def __init__(
         self,

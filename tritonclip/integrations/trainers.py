@@ -7,13 +7,10 @@ from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 
 
 def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, float]:
-    """Norm, coefficient and limit of the last step, and the share of clipped steps.
-
-    Waits for the device.
+    """Norm, coefficient and limit of the last step, and counts; waits for the device.
 
     Groups with a rule of their own add norm and coefficient. NaN if the step was skipped. None of
-    these where nothing was measured, as before the first step and with ClipByValue. With
-    nonfinite="skip" also the number of skipped steps.
+    these where nothing was measured, as before the first step and with ClipByValue.
     """
     summary = optimizer.stats.summary()
     share = summary.pop("clipped_share")

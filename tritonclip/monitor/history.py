@@ -121,11 +121,7 @@ class History:
 
     @property
     def is_clipped(self) -> Tensor:
-        """Steps that were clipped; 1-d bool.
-
-        The coefficient is below 1 or, if it is unknown, the norm is over the limit. Skipped steps,
-        and norms that are NaN or inf, do not count.
-        """
+        """Steps with a coefficient below 1 or, where unknown, a norm over the limit; 1-d bool."""
         by_limit = self.norms > self.limits
         clipped = torch.where(self.coefficients.isnan(), by_limit, self.coefficients < 1)
         return clipped & self.norms.isfinite() & ~self.is_skipped
@@ -142,11 +138,7 @@ class History:
 
     @property
     def is_over_six_sigma(self) -> Tensor:
-        """Steps that SpikeScore counts; 1-d bool.
-
-        The norm is above the mean plus 6 standard deviations of the 128 norms before it in its run.
-        Norms that are NaN, inf or 0 are left out.
-        """
+        """Steps with a finite norm over 0 that SpikeScore counts; 1-d bool."""
         positive, counted = self.is_positive, torch.zeros_like(self.norms, dtype=torch.bool)
         for start, end in self.spans:
             (at,) = torch.where(positive[start:end])
@@ -156,12 +148,9 @@ class History:
 
     @property
     def spike_score(self) -> float:
-        """SpikeScore: the share of the steps with a norm above 6 standard deviations.
+        """The share of spikes among the steps with a finite norm over 0; NaN for short runs.
 
-        Of all steps with a norm that is finite and not 0; NaN without a run of 129 such steps.
-
-        References:
-            OLMo-core, `StabilityMonitorCallback`, whose total also counts spikes of the loss.
+        OLMo-core, `StabilityMonitorCallback`, whose total also counts spikes of the loss.
         """
         usable = [int(run.is_positive.sum()) for run in self.runs]
         if max(usable) <= _SPIKE_WINDOW:
@@ -169,11 +158,7 @@ class History:
         return int(self.is_over_six_sigma.sum()) / sum(usable)
 
     def largest(self, n: int = 10) -> list[NamedNorm]:
-        """The names with the largest median norms, the largest first; none whose norms are all 0.
-
-        Args:
-            n: the largest number of names.
-        """
+        """The n names with the largest median norms; none whose norms are all 0."""
         found = []
         for name, norms in self.named_norms.items():
             finite = norms.isfinite()
@@ -186,22 +171,13 @@ class History:
         return sorted(found, key=lambda named: (-named.median, -named.largest))[:n]
 
     def most_zeros(self, n: int = 5) -> dict[str, float]:
-        """The names with the largest median shares of zeros, as far as these were recorded.
-
-        Without those that have no zeros, or nothing else.
-
-        Args:
-            n: the largest number of names.
-        """
+        """The n names with the largest median shares of zeros; none with 0 or 1."""
         medians = {name: _quantile_of(column, 0.5) for name, column in self.named_zeros.items()}
         some = {name: share for name, share in medians.items() if share and share < 1}
         return dict(sorted(some.items(), key=lambda item: -item[1])[:n])
 
     def dead(self) -> dict[str, int]:
-        """The names whose norm is 0 at the last step, and for how many steps it has been.
-
-        Such a gradient has only zeros, or there was none.
-        """
+        """The names whose norm is 0 at the last step, and for how many steps it has been."""
         counts = {}
         for name, norms in self.named_norms.items():
             others = (norms != 0).nonzero()

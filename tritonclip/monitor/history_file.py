@@ -128,10 +128,8 @@ _ANOTHER = "pass another path to record(...), or move the file"
 class HistoryFile:
     """The file of a recorder, made at the first row; rows are appended to an existing file.
 
-    With `find`, folder and file are looked for now. `last_step` is the number of the last step in
-    the file, 0 for a new one; `run`, the number of the run whose rows are appended, is one more
-    than those in the file. FileNotFoundError for no such folder, ValueError for a file that no
-    recorder wrote.
+    `last_step` is the number of the last step in the file, 0 for a new one; `run`, that of the run
+    whose rows are appended, one more than those in the file.
     """
 
     def __init__(self, path: Path, *, find: bool = True) -> None:

@@ -19,11 +19,7 @@ _BLOCK = 2**17
 
 
 class _Copy(NamedTuple):
-    """Rows on their way to the host, with None for each tensor.
-
-    `columns` are those of each row's tensors, whose `values` are on the host once the event
-    `arrival`, if any, has passed.
-    """
+    """Rows on their way to the host, None for each tensor; `columns` are those of its tensors."""
 
     rows: list[Row]
     columns: list[tuple[int, ...]]
@@ -44,10 +40,7 @@ class RowBuffer:
         self._copies: deque[_Copy] = deque()
 
     def add_(self, row: Sequence[Value]) -> None:
-        """Adds a row: numbers, tensors of any device, or None for unknown values.
-
-        A tensor has the values of one column, or, 1-d, of as many neighbours as it has elements.
-        """
+        """Adds a row: numbers, None, and tensors, 1-d ones of as many neighbours as elements."""
         cells: Row = []
         columns: list[int] = []
         tensors = []

@@ -52,10 +52,7 @@ class Trend(NamedTuple):
 
     @property
     def drifts(self) -> bool:
-        """Whether no one limit clips the tail of all thirds.
-
-        At such a distance, the median of one third lies where the 5% tail of another begins.
-        """
+        """Whether the median of one third lies where the 5% tail of another begins."""
         distance = math.log(max(self.medians) / min(self.medians))
         return distance >= max(math.log(_LEAST_DRIFT), _TAIL * self.spread)
 
@@ -73,12 +70,7 @@ def trend_of(norms: Tensor) -> Trend:
 
 
 def warmup_of(norms: Tensor, usable: Tensor) -> int:
-    """The number of steps at the start whose norms are unlike those of the run.
-
-    Args:
-        norms: in order; 1-d float64.
-        usable: those that are finite and positive.
-    """
+    """The number of steps at the start whose norms, as far as `usable`, are unlike the run's."""
     n = len(norms)
     end = int(n * _MOST_WARMUP)
     reference = norms[end : 2 * end][usable[end : 2 * end]]

@@ -166,11 +166,7 @@ class StepCounts:
         return self._counts
 
     def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
-        """Counts a step: as taken, as an overflow, or else as skipped.
-
-        Coefficients are those of the rules that measured a norm; they, and flags, may be on any
-        device.
-        """
+        """Counts a step, with the coefficients of the rules that measured a norm."""
         left_out = verdict.left_out
         # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.
         captured = self._counts.is_cuda and self._follow_stream()
@@ -240,10 +236,7 @@ class StepCounts:
                 del self._kept[: len(steps)]
 
     def _follow_stream(self) -> bool:
-        """Makes the current stream wait for the one that used the tensors before.
-
-        Not that of a CUDA graph, which may wait for none outside of it; whether one is captured.
-        """
+        """Makes the current stream wait for the last one; whether a CUDA graph is captured."""
         if not self._counts.is_cuda:
             return False
         captured = is_captured(self.device)

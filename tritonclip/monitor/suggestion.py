@@ -360,13 +360,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
 
 
 class _Trouble(NamedTuple):
-    """How a run without a limit went wrong.
-
-    Attributes:
-        end: the number of its first steps, by which it is judged.
-        why: what went wrong, in words.
-        part: these steps, in words.
-    """
+    """How a run went wrong: its first `end` steps count, which are called `part`."""
 
     end: int
     why: str
@@ -618,10 +612,7 @@ def _on_replaced(run: History) -> str:
 
 
 def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str | None]) -> str:
-    """Sentences on the run of a suggestion and on the other runs; "" if there is one run.
-
-    `others` are suggestions by number of a run; "" if it agrees, None for too few steps.
-    """
+    """Sentences on other runs: their suggestions, "" if it agrees, None for too few steps."""
     if len(runs) == 1:
         return ""
     remarks = f" This is run {number} of {len(runs)}, from step {runs[number].steps[0]} on."

@@ -16,11 +16,7 @@ _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float; TypeError for booleans, text and all that is not a number.
-
-    In a traced call a tensor stays a tensor, 0-d and float64: its value is checked when the graph
-    runs.
-    """
+    """The argument as a float; a tensor of a traced call, whose graph checks it, 0-d float64."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():

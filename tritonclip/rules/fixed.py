@@ -168,10 +168,7 @@ class ClipByRMS(Rule):
 
 
 class Bounds(dict[torch.dtype, tuple[float, float]]):
-    """Two bounds by dtype, rounded at the first lookup; a finite bound stays finite.
-
-    A dict, whose later lookups call no function.
-    """
+    """Two bounds by dtype, rounded at the first lookup; a finite bound stays finite."""
 
     def __init__(self, low: float, high: float) -> None:
         self._low, self._high = low, high

@@ -163,10 +163,7 @@ class ClipByOwnQuantile(_ByQuantile):
 
 
 def are_windows(rows: Tensor, least: float = 0.0) -> bool:
-    """Whether each row is a window, and the count of what entered it: as many slots are filled.
-
-    Rows are float64[..., window + 1]; `least` is below everything that may have entered.
-    """
+    """Whether rows are windows and the count of what entered, all above `least`; [..., w + 1]."""
     slots, n = rows[..., :-1], rows[..., -1:]
     filled = torch.arange(slots.shape[-1]) < n
     fits = torch.where(filled, slots.isfinite() & (slots > least), slots.isnan())
@@ -174,10 +171,7 @@ def are_windows(rows: Tensor, least: float = 0.0) -> bool:
 
 
 def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
-    """The state after one more norm, which takes the slot of the oldest, where it `enters`.
-
-    A row of float64[..., window + 1] has a norm of float64[...].
-    """
+    """State [..., w + 1] after one more norm [...], which takes the oldest slot if it `enters`."""
     history, n = state[..., :-1], state[..., -1:]
     slot = torch.remainder(n, history.shape[-1]).long()
     after = torch.cat([history.scatter(-1, slot, norm[..., None]), n + 1], dim=-1)

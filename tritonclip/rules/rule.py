@@ -39,10 +39,7 @@ class Norm(NamedTuple):
 
 
 class Measured(Protocol):
-    """The measurements of a call before it writes; none waits for the device.
-
-    Own rules use `norm` and `sizes`.
-    """
+    """The measurements of a call before it writes; own rules use `norm` and `sizes`."""
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
@@ -55,10 +52,7 @@ class Measured(Protocol):
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
 
     def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Adaptive.advance`, of these rows of the values, for these norms, on their device.
-
-        Rows are int64, None for all in order. Returns the limit, and all values after.
-        """
+        """The limit, and all values after `Adaptive.advance` of these rows, None for all."""
 
     @property
     def device(self) -> torch.device:
@@ -68,10 +62,7 @@ class Measured(Protocol):
         """The number of elements of each gradient; float64, 1-d."""
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """The positions of the gradients among the parameters, and the number of parameters.
-
-        Positions are None where every parameter has a gradient.
-        """
+        """Of the gradients among the parameters, None for all; and how many parameters."""
 
 
 def _overrides(cls: type, method: str, other: str) -> bool:
@@ -186,11 +177,7 @@ class Rule(_Checked):
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
     def __init_subclass__(cls) -> None:
-        """Drops `known_limit` where a class or mixin overrides the `limit` that it stands for.
-
-        Raises:
-            TypeError: a `limit` that overrides that of a rule that clamps, which asks for none.
-        """
+        """Drops `known_limit` where a class or mixin overrides the `limit` that it stands for."""
         super().__init_subclass__()
         if cls.limit is not Rule.limit:
             cls.known_limit = None
@@ -297,10 +284,7 @@ class Adaptive(_Checked):
     in_kernel: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Drops other forms of `advance` where a class or mixin overrides it.
-
-        They would compute the parent's limit.
-        """
+        """Drops other forms of `advance` where a class or mixin overrides it."""
         super().__init_subclass__()
         for name in ("in_kernel", "advance_on_host", "accepts"):
             if _overrides(cls, "advance", name):
@@ -377,11 +361,7 @@ class AdaptiveRule(Adaptive, Rule):
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Refuses a `limit`, which nothing would ask.
-
-        Raises:
-            TypeError: a class or mixin that overrides `limit`.
-        """
+        """Refuses a `limit`, which nothing would ask."""
         super().__init_subclass__()
         if cls.limit is not AdaptiveRule.limit:
             raise TypeError(

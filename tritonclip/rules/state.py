@@ -308,10 +308,7 @@ def _is_state(state: object) -> bool:
 
 
 def follow(rule: Rule, state: object) -> BoundRule:
-    """The rule bound to the user's `state` for the next call, unless that raises before it writes.
-
-    TypeError for another state, ValueError for one of another kind of rule.
-    """
+    """The rule bound to the user's `state` for the next call."""
     if not isinstance(state, ClipState):
         raise TypeError(
             f"state must be a ClipState, got {type(state).__name__}; make state = "
