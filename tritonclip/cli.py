@@ -1,7 +1,6 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, `compare` and `find` need nothing but the package. Norms by name, figures and
-the progress bar of `find` need the extra `monitor`, which is imported where it is used.
+Figures and the progress bar of `find` need the extra `monitor`, which is imported where it is used.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ import tritonclip
 from tritonclip import script
 from tritonclip.call_log import CallLog, rank
 from tritonclip.doctor import doctor
-from tritonclip.messages import is_own, printable
+from tritonclip.messages import in_columns, is_own, printable
 from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tritonclip.monitor.history import History
     from tritonclip.monitor.recorder import Recorder
     from tritonclip.monitor.suggestion import Suggestion
@@ -407,7 +404,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
 
 def suggest(chosen: argparse.Namespace) -> int:
-    """Prints the suggestion; where rich is installed, also the largest norms by name."""
+    """Prints the suggestion, and the largest norms by name."""
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)
@@ -416,52 +413,38 @@ def suggest(chosen: argparse.Namespace) -> int:
     judged = f"Judged by the norms of {suggestion.steps} steps{of_run}"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
-    lines = [f"{judged}; {_left_out(suggestion)}.", str(suggestion)]
+    print(f"{judged}; {_left_out(suggestion)}.")
     if not math.isnan(suggestion.spike_score):
-        lines.insert(1, f"SpikeScore: {suggestion.spike_score:.2%}")
+        print(f"SpikeScore: {suggestion.spike_score:.2%}")
+    print(suggestion)
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
     only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
-    result = f"max_norm: {limit}{only}"
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError:
-        print(*lines, result, sep="\n")
-        print('For the table of norms by name: pip install "tritonclip[monitor]"')
-        return 0
-    # Lines wide enough for the table, where they do not end up in a terminal.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print("\n".join(lines), markup=False)
-    console.print(result, style="bold")
-    _print_largest(console, history.run(suggestion.run))
+    print(f"max_norm: {limit}{only}")
+    _print_largest(history.run(suggestion.run))
     return 0
 
 
-def _print_largest(console: Console, history: History) -> None:
+def _print_largest(history: History) -> None:
     """Prints the largest norms by name, and the names of dead gradients, if any are known."""
-    from rich.table import Table
-    from rich.text import Text
-
     if largest := history.largest():
-        table = Table(title=f"the largest of {len(history.named_norms)} norms by name")
-        # Of elements, where they were recorded.
-        elements = ("largest element", "zeros") if history.named_zeros else ()
-        for name in ("", "median", "largest", "at step", *elements):
-            table.add_column(name, justify="right" if name else "left", overflow="fold")
+        rows = [("", "median", "largest", "at step", "largest element", "zeros")]
         for norm in largest:
-            numbers = [f"{norm.median:.4g}", f"{norm.largest:.4g}", str(norm.step)]
-            if elements:
-                numbers.append("" if norm.magnitude is None else f"{norm.magnitude:.4g}")
-                numbers.append("" if norm.zeros is None else f"{norm.zeros:.1%}")
-            table.add_row(Text(printable(norm.name)), *numbers)
-        console.print(table)
+            magnitude = "" if norm.magnitude is None else f"{norm.magnitude:.4g}"
+            zeros = "" if norm.zeros is None else f"{norm.zeros:.1%}"
+            numbers = f"{norm.median:.4g}", f"{norm.largest:.4g}", str(norm.step)
+            rows.append((printable(norm.name), *numbers, magnitude, zeros))
+        # Of elements, where they were recorded.
+        n = 6 if history.named_zeros else 4
+        print(f"\nthe largest of {len(history.named_norms)} norms by name")
+        print(in_columns([row[:n] for row in rows]))
     if most := history.most_zeros():
         shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in most.items())
-        console.print(Text(f"most zeros: {shares}"))
+        print(f"most zeros: {shares}")
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
         names = ", ".join(printable(name) for name, n_steps in dead.items() if n_steps == steps)
         since = "last step" if steps == 1 else f"last {steps} steps"
-        console.print(Text(f"0 in the {since}: {names}"))
+        print(f"0 in the {since}: {names}")
 
 
 def _left_out(suggestion: Suggestion) -> str:
