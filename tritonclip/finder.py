@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.monitor.series import EPS, moves
+from tritonclip.monitor.series import EPS, moves, two_digits
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
 from tritonclip.trials import Training, Trial
@@ -206,7 +206,7 @@ class _Search:
         first, median = float(norms[0]), float(norms.median())
         n_more = round(abs(math.log(median / first, _RATIO)))
         lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
-        return [_round(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
+        return [two_digits(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
 
     def _add_lower(self) -> None:
         """Adds lower limits while the lowest is the best."""
@@ -214,7 +214,7 @@ class _Search:
             lowest = min(clip for clip in self.trials if not isinstance(clip, Rule))
             if self._best(1) != [lowest]:
                 return
-            self._try(0, [_round(lowest / _RATIO)])
+            self._try(0, [two_digits(lowest / _RATIO)])
 
     def _best(self, n: int) -> list[Clip]:
         """The best so far beside no limit; those that changed nothing come last."""
@@ -229,11 +229,6 @@ def _spares(clip: Clip, none: Trial) -> bool:
     if isinstance(clip, Rule) or none.diverged:
         return False
     return bool(none.norms.max() + EPS <= clip)
-
-
-def _round(limit: float) -> float:
-    """A limit in two digits."""
-    return float(f"{limit:.2g}")
 
 
 def _ending(trial: Trial) -> Tensor:

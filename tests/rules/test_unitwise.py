@@ -321,7 +321,7 @@ def test_an_exhausted_iterator_excludes_nothing_and_raises():
     assert ClipByUnitNorm(0.01, exclude=[]).excludes == 0
 
 
-@pytest.mark.parametrize("exclude", ["head", 3, ["head"], [1.0], {"head": 1}], ids=repr)
+@pytest.mark.parametrize("exclude", ["head", ["head"], [1.0], {"head": 1}], ids=repr)
 def test_rule_by_unit_refuses_to_exclude_what_is_no_parameter(exclude):
     with pytest.raises(TypeError, match=r"exclude must be a module, a parameter.*got"):
         ClipByUnitNorm(exclude=exclude)

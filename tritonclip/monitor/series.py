@@ -86,6 +86,11 @@ def warmup_of(norms: Tensor, usable: Tensor) -> int:
     return warmup
 
 
+def two_digits(limit: float | Tensor) -> float:
+    """A limit in two digits."""
+    return float(f"{float(limit):.2g}")
+
+
 def n_cut_off(norms: Tensor) -> int:
     """How many norms equal the largest; 0 where they are so few that it may be chance."""
     n = int((norms >= least_equal(float(norms.max()))).sum())

@@ -27,6 +27,7 @@ from tritonclip.monitor.series import (
     least_equal,
     n_cut_off,
     trend_of,
+    two_digits,
     warmup_of,
 )
 
@@ -291,7 +292,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     limit = below or _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
     if not below and not run.is_limited and trend.medians[0] > _FALLEN * trend.medians[-1]:
         # Else it would cut off the first steps of a run that goes well.
-        limit = max(limit, _rounded(_first_third(run).quantile(1 - _MOST_SHARE)))
+        limit = max(limit, two_digits(_first_third(run).quantile(1 - _MOST_SHARE)))
     # Else its loss would be trouble.
     n_losses = int(run.losses.isfinite().sum())
     learned = trouble is None and not run.is_limited and n_losses >= _LEAST_LOSSES
@@ -407,7 +408,7 @@ def _on_loss(losses: Tensor) -> str | None:
 def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
     """The limit for a run that went wrong, from its norms before, and why."""
     usual = float(norms.quantile(0.25))
-    limit = _rounded(_SHARE_OF_USUAL * usual)
+    limit = two_digits(_SHARE_OF_USUAL * usual)
     return limit, (
         f"Next, try {limit:g}. This run went wrong: {trouble.why}. Its later norms say nothing "
         f"about a limit, and only the {trouble.part} count: this is a quarter of the lower "
@@ -434,12 +435,7 @@ def _first_third(run: History) -> Tensor:
 
 def _usual(run: History) -> float:
     """The median norm of the first third, in two digits."""
-    return _rounded(_first_third(run).quantile(0.5))
-
-
-def _rounded(limit: float | Tensor) -> float:
-    """A limit in two digits."""
-    return float(f"{float(limit):.2g}")
+    return two_digits(_first_third(run).quantile(0.5))
 
 
 def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
@@ -488,7 +484,7 @@ def _limit_below_cluster(norms: Tensor, trend: Trend) -> float | None:
     limit = float(ordered[first - 1 + int(gaps[0])])
     unit = 10.0 ** (math.floor(math.log10(limit)) - 1)
     # Rounded up, which a gap leaves room for.
-    return next(x for x in map(_rounded, (limit, limit + unit)) if x >= limit)
+    return next(x for x in map(two_digits, (limit, limit + unit)) if x >= limit)
 
 
 def _candidates(

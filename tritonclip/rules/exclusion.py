@@ -1,6 +1,6 @@
 """Parameters that a rule sets no limit for."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -68,12 +68,7 @@ def as_excluded(_: str, exclude: object) -> Excluded:
         exclude = ()
     if isinstance(exclude, (Module, Tensor)):
         exclude = [exclude]
-    if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
-        raise TypeError(
-            f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}; write "
-            "exclude=model.head"
-        )
-    items = list(exclude)
+    items = list(exclude)  # type: ignore[call-overload]  # Python refuses what is no iterable
     if not items and isinstance(exclude, Iterator):
         raise ValueError(
             f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as if it was used "
