@@ -20,14 +20,7 @@ from tritonclip.rules.arguments import (
     as_number_or_schedule,
     is_function,
 )
-from tritonclip.rules.rule import (
-    Adaptive,
-    Measured,
-    Rule,
-    checked,
-    number_of,
-    rule,
-)
+from tritonclip.rules.rule import Adaptive, Measured, Rule, checked, number_of, rule
 
 T = TypeVar("T", bound=Rule)
 

@@ -351,12 +351,6 @@ def _rows_of(measured: Measured, numbering: Numbering | None) -> tuple[Sequence[
 class BoundRule(Rule):
     """A rule bound to its state for one call: its limit is computed once, and then remembered."""
 
-    keeps_zero = property(attrgetter("rule.keeps_zero"))
-    excludes = property(attrgetter("rule.excludes"))
-    exempt = property(attrgetter("rule.exempt"))
-    interval = property(attrgetter("rule.interval"))
-    name = property(attrgetter("rule.name"))
-
     _limit: float | list[float] | Tensor | None = None
     _list: Sequence[Tensor] = ()
     _measured: Measured | None = None
@@ -364,16 +358,6 @@ class BoundRule(Rule):
 
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self.state, self._numbering = rule, state, numbering
-        if isinstance(rule, Rule):
-            self.norm_type, self.eps = rule.norm_type, rule.eps
-            self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
-            self.per_unit = rule.per_unit  # type: ignore[misc]
-            self.spectral = rule.spectral  # type: ignore[misc]
-            if self.spectral:
-                self.soft = rule.soft
-            self.clamps = rule.clamps  # type: ignore[misc]
-            if self.clamps:
-                self.bounds = rule.bounds
 
     def limit(self, measured: Measured) -> float | list[float] | Tensor:
         """The limit of the call; the same, however often it is asked for."""
@@ -407,3 +391,8 @@ class BoundRule(Rule):
         if self._list:
             self.state.begin_with(self._list)
         self.state.commit(self._values, left_out)
+
+
+_NUMBERS = ("norm_type", "eps", "soft", "bounds", "interval", "excludes", "exempt", "keeps_zero")
+for _name in ("name", "per_gradient", "per_unit", "spectral", "clamps", *_NUMBERS):
+    setattr(BoundRule, _name, property(attrgetter(f"rule.{_name}")))
