@@ -37,24 +37,15 @@ checked: Counter[str] = Counter()
 
 @dataclasses.dataclass
 class Clip:
-    """A rule with its options, for one arena.
-
-    Attributes:
-        rule: of tritonclip.
-        nonfinite: the policy for NaN and inf.
-        grad_scale: the loss scale that gradients carry; None for none.
-        limits: for an adaptive rule, the limits by the reference, which remembers.
-        state: for an adaptive rule outside of an optimizer.
-        spoils: writes NaN or inf into some gradients before some calls.
-        before: the norms that were remembered before the last call.
-    """
+    """A rule with its options, for one arena."""
 
     rule: Any
     nonfinite: str = "propagate"
     grad_scale: float | None = None
-    limits: Callable[[Any], Any] | None = None
-    state: ClipState | None = None
-    spoils: bool = False
+    limits: Callable[[Any], Any] | None = None  # Of an adaptive rule, by the reference.
+    state: ClipState | None = None  # Of an adaptive rule outside of an optimizer.
+    spoils: bool = False  # Writes NaN or inf into some gradients before some calls.
+    # The norms that were remembered before the last call.
     before: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def clip(self, arena: Arena, choice: random.Random) -> None:

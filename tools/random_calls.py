@@ -38,10 +38,7 @@ class Subclass(Tensor):
 class Gradients:
     """A random gradient list: parameters, and one memory in which all of their gradients lie.
 
-    Args:
-        choice: decides everything.
-        odd: how likely a gradient is an odd one; None for a choice.
-        kinds: dtypes to choose from.
+    `odd`: how likely a gradient is an odd one; None for a choice.
     """
 
     def __init__(

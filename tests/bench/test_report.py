@@ -38,13 +38,7 @@ def made(workload, rule, step, ratio, provider="tritonclip", dtype="float32", **
     params = {"workload": workload, "dtype": dtype, "rule": rule, "step": step}
     params |= {"provider": provider, "device": "cpu"}
     ends = {"ratio": ratio, "ratio_lo": ratio - 0.02, "ratio_hi": ratio + 0.02}
-    stats: dict[str, Any] = {
-        "median": 25.8e-3,
-        "q1": 25e-3,
-        "q3": 26e-3,
-        "rounds": 2,
-        "iterations": 1,
-    }
+    stats: Any = {"median": 25.8e-3, "q1": 25e-3, "q3": 26e-3, "rounds": 2, "iterations": 1}
     name = f"test_clip[{'-'.join(params.values())}]"
     other = {"fullname": f"bench/test_clip.py::{name}", "options": {}, "group": "group"}
     stats |= {"data": [25e-3, 26e-3], "mean": 25.5e-3}

@@ -24,16 +24,9 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Parameters whose gradients lie in one buffer.
+    """Parameters whose gradients lie in one buffer, `memory`, with guard bytes around each."""
 
-    Attributes:
-        params: one parameter a gradient.
-        weights: their values.
-        memory: the bytes of all gradients and of the guards around them.
-        turn: how often the gradients were filled; each time has other values.
-        flat: the FlatGradients that hold them, if any do.
-    """
-
+    # The FlatGradients that hold them, if any do.
     flat: Any = None
 
     def __init__(
@@ -136,12 +129,9 @@ class FlatArena(Arena):
 
 
 class OptimizerArena(Arena):
-    """Clipped by an optimizer that leaves parameters as they are.
+    """Clipped by an optimizer that leaves parameters as they are."""
 
-    Attributes:
-        takes: for a norm, the largest one that is not skipped, by the reference; None for any.
-    """
-
+    # For a norm, the largest one that is not skipped, by the reference; None for any.
     takes: Any = None
     fused = False
 

@@ -11,12 +11,7 @@ from itertools import combinations
 
 
 def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
-    """The indices of cases that hold every combination of `strength` values of different axes.
-
-    Args:
-        cases: each a value for every axis, all in one order.
-        strength: 0 for one case, 1 for every value, 2 for every pair.
-    """
+    """The indices of cases that hold every combination of `strength` values of different axes."""
     axes = [list(enumerate(case)) for case in cases]
     held = [set(combinations(case, min(strength, len(case)))) for case in axes]
     left = set().union(*held)

@@ -11,9 +11,7 @@ from typing import Any
 class InterruptAtBytecode:
     """Raises KeyboardInterrupt before the n-th bytecode that is run in traced code.
 
-    Args:
-        n: counted from 1.
-        traced: functions by their code, and all functions of files with this in their path.
+    `traced`: functions by their code, and all functions of files with this in their path.
     """
 
     def __init__(self, n: int, *traced: str | CodeType) -> None:

@@ -80,12 +80,8 @@ def assert_same_run(
     actual: Sequence[Tensor], expected: Sequence[Tensor], inner: Optimizer | None = None
 ) -> None:
     """Coefficients of both sides differ by the few ulp of a float32 norm and quotient, and every
-    element of an update by as much: 12 updates of 0.1 are right to 12 * 0.1 * 4 * 2**-23 = 6e-7.
-
-    Args:
-        actual: parameters after the run.
-        expected: those that they should be.
-        inner: whose updates may be larger.
+    element of an update by as much: 12 updates of 0.1 are right to 12 * 0.1 * 4 * 2**-23 = 6e-7;
+    those of `inner` may be larger.
     """
     options = {} if inner is None else inner.defaults
     update = 0.1

@@ -57,9 +57,7 @@ def scheduled() -> Callable[..., Any]:
 class Follower:
     """A rule of any kind for lists that change, with its reference; each list has its memory.
 
-    Args:
-        rule: of tritonclip.
-        limits: makes the limits by the reference, which remember; None for a rule that does not.
+    `limits` makes those of the reference, which remember; None for a rule that does not.
     """
 
     def __init__(self, rule: Any, limits: Callable[[], Any] | None = None) -> None:
@@ -90,13 +88,7 @@ class Follower:
     def truths(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], places: Sequence[int]
     ) -> list[np.ndarray]:
-        """The gradients after clipping, float64.
-
-        Args:
-            grads: as they were.
-            weights: one for each.
-            places: theirs among all parameters.
-        """
+        """The gradients after clipping, float64; `places` are theirs among all parameters."""
         rule = self.rule
         if rule.per_unit:
             return [units.expected(g, w, rule) for g, w in zip(grads, weights, strict=True)]

@@ -35,15 +35,11 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Inner:
-    """A function from parameters to an optimizer.
-
-    Attributes:
-        on_device: the device decides, as on an accelerator, whether a step is taken; see
-            `tests/optim/conftest.py`.
-    """
+    """A function from parameters to an optimizer."""
 
     kind: Callable[..., Optimizer]
     options: dict[str, Any]
+    # Whether the device decides if a step is taken; see tests/optim/conftest.py.
     on_device: bool = False
 
     def __call__(self, params: Any) -> Optimizer:
