@@ -20,7 +20,7 @@ import tritonclip
 from bench import report, timing
 from bench.accuracy import Gradients
 from bench.comparison import Comparison, Effort
-from bench.providers import FRAMEWORKS, NAMED, Provider
+from bench.providers import FRAMEWORKS, IN_PLACE, NAMED, Provider
 from bench.speed import compare
 from bench.workloads import PLANS, RULES, WORKLOADS, cases_of
 from tritonclip.backends import choose
@@ -66,14 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | None]:
     """The providers of a case in a module of tests, and why some are not compared."""
     device, workload, dtype, rule, _ = case
-    known = module.PROVIDERS
-    if option.plan == "frameworks":
-        known += FRAMEWORKS
-    return {
-        one: one.why_absent(WORKLOADS[workload], dtype, device)
-        for one in known
-        if rule in one.rules and one.name in ("tritonclip", *(option.provider or NAMED))
-    }
+    known, asked = module.PROVIDERS, option.provider
+    if known is IN_PLACE:
+        known = [*known, *FRAMEWORKS] if option.plan == "frameworks" else known
+        known = [one for one in known if not asked or one.name in ("tritonclip", *asked)]
+    why = {one: one.why_absent(WORKLOADS[workload], dtype, device) for one in known}
+    return {one: reason for one, reason in why.items() if rule in one.rules}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

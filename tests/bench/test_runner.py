@@ -10,7 +10,8 @@ import pytest
 
 from bench import conftest
 from bench import test_clip as clips
-from bench.providers import FRAMEWORKS, IN_PLACE
+from bench import test_functional as functions
+from bench.providers import FRAMEWORKS, IN_PLACE, OUT_OF_PLACE
 from bench.workloads import RULES
 from helpers.bench_cases import BENCH, run_bench
 
@@ -122,14 +123,15 @@ def test_interrupted_run_keeps_its_rows_and_says_so(tmp_path):
 
 
 def test_providers_are_those_that_were_asked_for_and_frameworks_in_their_plan():
-    def names(plan, *asked):
+    def names(plan, *asked, module=clips):
         option = SimpleNamespace(plan=plan, provider=asked)
-        known = conftest.providers_of(option, clips, "cpu", "lenet5", "float32", "norm", "clipped")
+        known = conftest.providers_of(option, module, "cpu", "lenet5", "float32", "norm", "clipped")
         return [one.name for one in known]
 
     assert names("quick", "torch") == ["tritonclip", "torch"]
     assert names("training") == [one.name for one in IN_PLACE]
     assert names("frameworks") == [one.name for one in (*IN_PLACE, *FRAMEWORKS)]
+    assert names("full", module=functions) == [one.name for one in OUT_OF_PLACE]
 
 
 def test_disabled_benchmarks_check_and_time_nothing(tmp_path):
