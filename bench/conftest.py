@@ -79,16 +79,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module, option = metafunc.module, metafunc.config.option
     if not hasattr(module, "PLANS"):
         return
-    given = []
-    for device, case in product(
-        option.device or DEVICES, cases_of(module.PLANS.get(option.plan, ()))
-    ):
+    given, cases = [], cases_of(module.PLANS.get(option.plan, ()))
+    for device, case in product(option.device or DEVICES, cases):
         if case[2] not in (option.rule or RULES):
             continue
         for one, why in providers_of(option, module, device, *case).items():
-            marks = [pytest.mark.skip(reason=why or "")] * bool(why) + [pytest.mark.gpu] * (
-                device == "cuda"
-            )
+            marks = [pytest.mark.skipif(why is not None, reason=why or "")]
+            marks += [pytest.mark.gpu] if device == "cuda" else []
             parts = (device, *case, one.name)
             given.append(pytest.param(*parts, marks=marks, id="-".join(parts).replace(" ", "_")))
     names = ("device", "workload", "dtype", "rule", "step", "provider")
