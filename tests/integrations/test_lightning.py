@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from helpers.lightning_trainer import FITTING, logged, quiet_trainer
+from helpers.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
 
 pytestmark = FITTING
 
@@ -87,10 +87,6 @@ def autocast_of(precision):
     return None if precision == "32-true" else half
 
 
-def stats_of(trainer):
-    return trainer.optimizers[0].stats.summary()
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulate", [1, 3], ids=["each", "accumulate-3"])
@@ -149,19 +145,7 @@ def test_log_writes_the_norm_before_clipping(tmp_path, kind):
 
 
 def test_resumed_run_equals_one_that_went_on(tmp_path):
-    straight, first, second = Digits(), Digits(), Digits()
-    whole, _ = trainer_of(tmp_path / "whole", epochs=2)
-    whole.fit(straight, loader())
-    begun, _ = trainer_of(tmp_path / "begun")
-    begun.fit(first, loader())
-    begun.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = trainer_of(tmp_path / "resumed", epochs=2)
-
-    resumed.fit(second, loader(), ckpt_path=tmp_path / "half.ckpt")
-
-    assert stats_of(resumed) == stats_of(whole)
-    assert stats_of(resumed)["steps"] == 2 * BATCHES
-    assert_bits(second.model.parameters(), straight.model.parameters())
+    assert_resumes(tmp_path, lambda *args, **named: trainer_of(*args, **named)[0], Digits)
 
 
 class RulesOfGroups(Digits):

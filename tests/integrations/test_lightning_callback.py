@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from helpers.lightning_trainer import FITTING, logged, quiet_trainer
+from helpers.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
 from tritonclip.integrations.lightning import Clipping
 
 pytestmark = FITTING
@@ -36,10 +36,7 @@ class Digits(lightning.LightningModule):
     def configure_optimizers(self):
         optimizer = sgd(self.model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def training_step(self, batch, index):
         return loss_of(self.model, batch)
@@ -86,52 +83,56 @@ def trainer_of(folder, callback=None, epochs=1, callbacks=(), **arguments):
     return quiet_trainer(folder, epochs, callbacks=callbacks, **arguments)
 
 
-def stats_of(trainer, index=0):
-    return trainer.optimizers[index].stats.summary()
+def fitted(folder, module, callback=None, **arguments):
+    """The trainer of a module, after training."""
+    trainer = trainer_of(folder, callback, **arguments)
+    trainer.fit(module, loader())
+    return trainer
+
+
+def assert_trained_by_hand(module, *arguments):
+    """The module has the weights of a loop by hand; the norms of that loop."""
+    by_hand = network()
+    norms = train_by_hand(by_hand, loader(), *arguments)
+    assert_bits(module.model.parameters(), by_hand.parameters())
+    return norms
 
 
 @pytest.mark.parametrize("kind", [Digits, Manual], ids=["automatic", "manual"])
 def test_callback_clips_once_a_step(tmp_path, kind):
-    module, by_hand = kind(), network()
-    trainer = trainer_of(tmp_path)
+    module = kind()
 
-    trainer.fit(module, loader())
+    stats = stats_of(fitted(tmp_path, module))
 
-    norms = train_by_hand(by_hand, loader())
-    assert stats_of(trainer)["steps"] == stats_of(trainer)["clipped_steps"] == len(norms)
-    assert_bits(module.model.parameters(), by_hand.parameters())
+    norms = assert_trained_by_hand(module)
+    assert stats["steps"] == stats["clipped_steps"] == len(norms)
 
 
 def test_callback_clips_the_sum_of_accumulated_batches(tmp_path):
-    module, by_hand = Digits(), network()
-    trainer = trainer_of(tmp_path, accumulate_grad_batches=3)
+    module = Digits()
 
-    trainer.fit(module, loader())
+    fitted(tmp_path, module, accumulate_grad_batches=3)
 
-    norms = train_by_hand(by_hand, loader(), 3)
-    assert_bits(module.model.parameters(), by_hand.parameters())
+    norms = assert_trained_by_hand(module, 3)
     assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
 
 
 def test_callback_clips_unscaled_gradients(tmp_path):
-    module, by_hand = Unscheduled(), network()
+    module = Unscheduled()
     options: Any = {"init_scale": 2.0**20, "growth_interval": 3}
     precision = MixedPrecision("16-mixed", "cpu", scaler=tritonclip.GradScaler("cpu", **options))
-    trainer = trainer_of(tmp_path, plugins=[precision])
 
-    trainer.fit(module, loader())
+    trainer = fitted(tmp_path, module, plugins=[precision])
 
     twin = torch.amp.GradScaler("cpu", **options)
-    norms = train_by_hand(by_hand, loader(), 1, torch.float16, twin)
+    norms = assert_trained_by_hand(module, 1, torch.float16, twin)
     assert stats_of(trainer)["steps"] == len(norms) < BATCHES
-    assert_bits(module.model.parameters(), by_hand.parameters())
 
 
 def test_callback_wraps_every_optimizer_apart(tmp_path):
     module, by_hand = TwoOptimizers(), network()
-    trainer = trainer_of(tmp_path)
 
-    trainer.fit(module, loader())
+    fitted(tmp_path, module)
 
     first, _, last = by_hand
     optimizers = [tritonclip.ClippedOptimizer(sgd(part), MAX_NORM) for part in (first, last)]
@@ -147,9 +148,7 @@ def test_callback_wraps_every_optimizer_apart(tmp_path):
 
 
 def test_callback_logs_norm_coefficient_and_share(tmp_path):
-    trainer = trainer_of(tmp_path)
-
-    trainer.fit(Digits(), loader())
+    trainer = fitted(tmp_path, Digits())
 
     norms = train_by_hand(network(), loader())
     assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
@@ -160,7 +159,7 @@ def test_callback_logs_norm_coefficient_and_share(tmp_path):
 
 
 def test_callback_reads_statistics_at_the_logging_interval_only(tmp_path, reads):
-    trainer_of(tmp_path, log_every=2, accumulate_grad_batches=3).fit(Digits(), loader())
+    fitted(tmp_path, Digits(), log_every=2, accumulate_grad_batches=3)
 
     # Four steps of three batches.
     assert len(reads) == 2
@@ -168,49 +167,31 @@ def test_callback_reads_statistics_at_the_logging_interval_only(tmp_path, reads)
 
 
 def test_callback_can_be_silent(tmp_path):
-    trainer = trainer_of(tmp_path, Clipping(MAX_NORM, log=False))
-
-    trainer.fit(Digits(), loader())
+    trainer = fitted(tmp_path, Digits(), Clipping(MAX_NORM, log=False))
 
     assert not any(name.startswith("clip") for name in trainer.callback_metrics)
     assert stats_of(trainer)["clipped_steps"] == BATCHES
 
 
 def test_callback_logs_nothing_that_is_not_measured(tmp_path):
-    trainer = trainer_of(tmp_path, Clipping(tritonclip.ClipByValue(1e-3)))
-
-    trainer.fit(Digits(), loader())
+    trainer = fitted(tmp_path, Digits(), Clipping(tritonclip.ClipByValue(1e-3)))
 
     assert not any(name.startswith("clip") for name in trainer.callback_metrics)
     assert stats_of(trainer)["steps"] == BATCHES
 
 
 def test_resumed_run_equals_one_that_went_on(tmp_path):
-    straight, first, second = Digits(), Digits(), Digits()
-    whole = trainer_of(tmp_path / "whole", epochs=2)
-    whole.fit(straight, loader())
-    begun = trainer_of(tmp_path / "begun")
-    begun.fit(first, loader())
-    begun.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = trainer_of(tmp_path / "resumed", epochs=2)
-
-    resumed.fit(second, loader(), ckpt_path=tmp_path / "half.ckpt")
-
-    assert stats_of(resumed) == stats_of(whole)
-    assert stats_of(resumed)["steps"] == 2 * BATCHES
-    assert_bits(second.model.parameters(), straight.model.parameters())
+    assert_resumes(tmp_path, trainer_of, Digits)
 
 
 def test_trainer_fits_a_second_module(tmp_path):
-    trainer, module, by_hand = trainer_of(tmp_path), Digits(), network()
-    trainer.fit(Digits(), loader())
+    trainer, module = fitted(tmp_path, Digits()), Digits()
     trainer.fit_loop.epoch_progress.reset()
     trainer.fit_loop.epoch_loop.reset_restart_stage()
 
     trainer.fit(module, loader())
 
-    train_by_hand(by_hand, loader())
-    assert_bits(module.model.parameters(), by_hand.parameters())
+    assert_trained_by_hand(module)
 
 
 class KeepsItsOptimizer(Digits):
@@ -224,11 +205,9 @@ class KeepsItsOptimizer(Digits):
 
 def test_module_that_keeps_its_optimizer_is_fitted_again(tmp_path):
     module = KeepsItsOptimizer()
-    first = trainer_of(tmp_path / "first")
-    first.fit(module, loader())
 
-    second = trainer_of(tmp_path / "second", Clipping(0.5 * MAX_NORM))
-    second.fit(module, loader())
+    first = fitted(tmp_path / "first", module)
+    second = fitted(tmp_path / "second", module, Clipping(0.5 * MAX_NORM))
 
     assert second.optimizers[0] is first.optimizers[0]
     assert second.optimizers[0].clip == tritonclip.ClipByGlobalNorm(0.5 * MAX_NORM)
@@ -236,34 +215,27 @@ def test_module_that_keeps_its_optimizer_is_fitted_again(tmp_path):
 
 
 def test_learning_rates_are_monitored_as_before(tmp_path):
-    trainer = trainer_of(tmp_path, callbacks=[LearningRateMonitor()])
-
-    trainer.fit(Digits(), loader())
+    trainer = fitted(tmp_path, Digits(), callbacks=[LearningRateMonitor()])
 
     assert set(logged(tmp_path, "lr-SGD").values()) == {0.2}
     assert "lr-ClippedOptimizer" not in trainer.callback_metrics
 
 
 def test_policy_reaches_the_wrapper(tmp_path):
-    trainer = trainer_of(tmp_path, Clipping(MAX_NORM, nonfinite="skip"))
-
-    trainer.fit(Digits(), loader())
+    trainer = fitted(tmp_path, Digits(), Clipping(MAX_NORM, nonfinite="skip"))
 
     assert trainer.optimizers[0].nonfinite == "skip"
 
 
 def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    ours = cast(Any, "ours")
-    trainer_of(tmp_path, Clipping(MAX_NORM, recorder=ours)).fit(Digits(), loader())
+    fitted(tmp_path, Digits(), Clipping(MAX_NORM, recorder=cast(Any, "ours")))
 
     assert recorders == ["ours"]
 
 
 def test_each_of_several_optimizers_has_its_recorder(tmp_path):
     recorders = [tritonclip.record(tmp_path / f"{i}.csv") for i in range(2)]
-    trainer = trainer_of(tmp_path, Clipping(MAX_NORM, recorder=recorders))
-
-    trainer.fit(TwoOptimizers(), loader())
+    trainer = fitted(tmp_path, TwoOptimizers(), Clipping(MAX_NORM, recorder=recorders))
 
     assert [one.recorder for one in trainer.optimizers] == recorders
     assert [one.steps for one in recorders] == [BATCHES, BATCHES]
@@ -272,50 +244,43 @@ def test_each_of_several_optimizers_has_its_recorder(tmp_path):
 @pytest.mark.parametrize("n", [1, 3])
 def test_other_numbers_of_recorders_than_of_optimizers_are_refused(tmp_path, n):
     recorders = [tritonclip.record(tmp_path / f"{i}.csv") for i in range(n)]
-    trainer = trainer_of(
-        tmp_path, Clipping(MAX_NORM, recorder=recorders if n > 1 else recorders[0])
-    )
+    callback = Clipping(MAX_NORM, recorder=recorders if n > 1 else recorders[0])
 
     with pytest.raises(ValueError, match=f"a recorder for each of the 2 optimizers, got {n}"):
-        trainer.fit(TwoOptimizers(), loader())
+        fitted(tmp_path, TwoOptimizers(), callback)
 
 
 class DeepSpeedStrategy(SingleDeviceStrategy):
     """Stands for Lightning's, which needs DeepSpeed; known by its name."""
 
 
-def test_deepspeed_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, strategy=DeepSpeedStrategy("cpu"))
-
-    with pytest.raises(RuntimeError, match="DeepSpeed clips in its engine"):
-        trainer.fit(Digits(), loader())
-
-
-def test_gradient_clip_val_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, gradient_clip_val=0.1)
-
-    with pytest.raises(RuntimeError, match=r"gradient_clip_val=0\.1\) would clip before it"):
-        trainer.fit(Digits(), loader())
+class Marked(Digits):
+    def __init__(self):
+        super().__init__()
+        self.model[0].need_clip = False  # type: ignore[assignment]
 
 
-def test_module_that_clips_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match=r"ClipsToo\.configure_gradient_clipping would clip"):
-        trainer_of(tmp_path).fit(ClipsToo(), loader())
+# The module, the options of the trainer, and the error.
+REFUSED = {
+    "deepspeed": (Digits, {"strategy": DeepSpeedStrategy("cpu")}, "DeepSpeed clips in its engine"),
+    "gradient_clip_val": (
+        *(Digits, {"gradient_clip_val": 0.1}),
+        r"gradient_clip_val=0\.1\) would clip before it",
+    ),
+    "module clips": (ClipsToo, {}, r"ClipsToo\.configure_gradient_clipping would clip"),
+    "two callbacks": (
+        *(Digits, {"callbacks": [Clipping(1.0)]}),
+        r"2 callbacks Clipping.*expected one.*'clip'",
+    ),
+    "marks": (Marked, {}, r"module\.model\.0 .* has need_clip = False"),
+}
 
 
-def test_two_callbacks_are_refused(tmp_path):
-    trainer = trainer_of(tmp_path, callbacks=[Clipping(1.0)])
-
-    with pytest.raises(RuntimeError, match=r"2 callbacks Clipping.*expected one.*'clip'"):
-        trainer.fit(Digits(), loader())
-
-
-def test_marks_on_modules_are_refused(tmp_path):
-    module: Any = Digits()
-    module.model[0].need_clip = False
-
-    with pytest.raises(ValueError, match=r"module\.model\.0 .* has need_clip = False"):
-        trainer_of(tmp_path).fit(module, loader())
+@pytest.mark.parametrize(("kind", "options", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_would_clip_otherwise_is_refused(tmp_path, kind, options, said):
+    error = ValueError if kind is Marked else RuntimeError
+    with pytest.raises(error, match=said):
+        fitted(tmp_path, kind(), **options)
 
 
 def test_callback_without_a_clip_says_what_to_write():
@@ -331,7 +296,7 @@ def test_callback_logs_no_norm_for_a_step_that_was_skipped(tmp_path):
             if self.global_step == 1:
                 optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
 
-    trainer_of(tmp_path, Clipping(MAX_NORM, nonfinite="skip")).fit(Spoiled(), loader())
+    fitted(tmp_path, Spoiled(), Clipping(MAX_NORM, nonfinite="skip"))
 
     norms = logged(tmp_path, "clip/norm")
     assert [step for step, norm in norms.items() if math.isnan(norm)] == [1]
@@ -353,6 +318,5 @@ class ClipsByHand(Manual):
 
 
 def test_callback_warns_of_another_clip_to_the_same_limit(tmp_path):
-    trainer = trainer_of(tmp_path, epochs=12 // BATCHES + 1)
     with pytest.warns(tritonclip.ClippingWarning, match="something else clips to the same limit"):
-        trainer.fit(ClipsByHand(), loader())
+        fitted(tmp_path, ClipsByHand(), epochs=12 // BATCHES + 1)

@@ -83,20 +83,27 @@ def by_stable_baselines3(folder: Path) -> tuple[list[float], list[torch.Tensor]]
     return [float(loss)], [*ppo.policy.parameters()]
 
 
-def by_timm(folder: Path) -> tuple[list[float], list[torch.Tensor]]:
-    """timm's `dispatch_clip_grad`, as its train script calls it; half of the steps by value."""
-    utils = pytest.importorskip("timm.utils", reason=REASON)
+def by_loop(
+    clip: Callable[[torch.nn.Module, int], Any],
+) -> tuple[list[float], list[torch.Tensor]]:
+    """A loop by hand, which clips a model at a step by a function."""
     model, losses = network(), []
     optimizer = sgd(model)
     for i, batch in enumerate(loader()):
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
-        mode, limit = ("value", 0.01) if i % 2 else ("norm", MAX_NORM)
-        utils.dispatch_clip_grad(model.parameters(), value=limit, mode=mode)
+        clip(model, i)
         optimizer.step()
         losses.append(loss.item())
     return losses, [*model.parameters()]
+
+
+def by_timm(folder: Path) -> tuple[list[float], list[torch.Tensor]]:
+    """timm's `dispatch_clip_grad`, as its train script calls it; half of the steps by value."""
+    clip = pytest.importorskip("timm.utils", reason=REASON).dispatch_clip_grad
+    by_value, by_norm = {"value": 0.01, "mode": "value"}, {"value": MAX_NORM, "mode": "norm"}
+    return by_loop(lambda one, i: clip(one.parameters(), **(by_value if i % 2 else by_norm)))
 
 
 def by_torchtune(folder: Path) -> tuple[list[float], list[torch.Tensor]]:
@@ -132,18 +139,8 @@ def by_torchtitan(folder: Path) -> tuple[list[float], list[torch.Tensor]]:
     It calls `get_total_norm` and `clip_grads_with_norm_`.
     """
     utils: Any = pytest.importorskip("torchtitan.distributed.utils", reason=REASON)
-    model, losses = network(), []
-    optimizer = sgd(model)
-    for batch in loader():
-        loss = loss_of(model, batch)
-        loss.backward()
-        utils.clip_grad_norm_(
-            [*model.parameters()], MAX_NORM, foreach=True, pp_mesh=None, ep_enabled=False
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [*model.parameters()]
+    options = {"foreach": True, "pp_mesh": None, "ep_enabled": False}
+    return by_loop(lambda one, _: utils.clip_grad_norm_([*one.parameters()], MAX_NORM, **options))
 
 
 RUNS = [by_trl, by_stable_baselines3, by_timm, by_torchtune, by_torchtitan]

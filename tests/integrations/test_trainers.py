@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from tritonclip import ClipByValue, ClippedOptimizer
 from tritonclip.integrations.trainers import metrics_of, wrapper_in
 
 
-def made(clip=1.0, **group):
-    parameters = [parameter(normal(4, seed=i)) for i in range(2)]
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:], **group}]
+def made(clip=1.0):
+    groups = [{"params": [parameter(normal(4, seed=i))]} for i in range(2)]
     return ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), clip)
 
 
@@ -80,16 +80,12 @@ def test_metrics_of_a_skipped_step_are_nan():
 
 
 def test_wrapper_in_looks_through_the_wrappers_of_trainers():
-    class Prepared:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
     optimizer: Any = made()
+    prepared = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    bare = SimpleNamespace(optimizer=optimizer.optimizer)
 
-    inner = optimizer.optimizer
-
-    assert wrapper_in(Prepared(Prepared(optimizer))) is optimizer
-    assert wrapper_in(Prepared(inner)) is None
+    assert wrapper_in(prepared) is optimizer
+    assert wrapper_in(bare) is None
     assert wrapper_in(None) is None
 
 
@@ -111,10 +107,7 @@ def error_of_import(integration, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "packages"),
-    [
-        ("lightning", ("lightning", "pytorch_lightning")),
-        ("transformers", ("transformers",)),
-    ],
+    [("lightning", ("lightning", "pytorch_lightning")), ("transformers", ("transformers",))],
     ids=["lightning", "transformers"],
 )
 def test_integration_names_the_extra_of_a_package_that_is_missing(module, packages, monkeypatch):

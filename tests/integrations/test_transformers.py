@@ -97,6 +97,12 @@ def arguments_of(folder, **options):
     return TrainingArguments(**arguments)
 
 
+def trained(folder, *arguments, **options):
+    trainer = trainer_of(folder, *arguments, **options)
+    trainer.train()
+    return trainer
+
+
 def stats_of(trainer):
     return trainer.optimizer.optimizer.stats.summary()
 
@@ -109,13 +115,10 @@ def column(trainer, name):
 @pytest.mark.parametrize("accumulate", [1, 3], ids=["each", "accumulate-3"])
 def test_trainer_clips_once_a_step(tmp_path, accumulate, bf16):
     hand = ClipByHand()
-    trainer = trainer_of(tmp_path, accumulate=accumulate, bf16=bf16)
-
-    trainer.train()
+    trainer = trained(tmp_path, accumulate=accumulate, bf16=bf16)
 
     # Made now, because every Trainer seeds the shuffling and the dropout that follow.
-    by_hand = trainer_of(tmp_path, Trainer, accumulate, [hand], bf16=bf16)
-    by_hand.train()
+    by_hand = trained(tmp_path, Trainer, accumulate, [hand], bf16=bf16)
     assert len(hand.norms) == STEPS
     assert max(hand.norms) > MAX_NORM
     assert stats_of(trainer)["steps"] == STEPS
@@ -130,19 +133,15 @@ def test_options_of_the_arguments_reach_the_wrapped_optimizer(tmp_path):
 
     assert isinstance(optimizer, tritonclip.ClippedOptimizer)
     assert trainer.create_optimizer() is optimizer
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        (0.2, 0.01),
-        (0.2, 0.0),
-    ]
+    groups = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(0.2, 0.01), (0.2, 0.0)]
 
 
 def test_log_writes_the_norm_before_clipping(tmp_path):
     hand, report = ClipByHand(), Report()
-    trainer = trainer_of(tmp_path, callbacks=[report])
+    trainer = trained(tmp_path, callbacks=[report])
 
-    trainer.train()
-
-    trainer_of(tmp_path, Trainer, callbacks=[hand]).train()
+    trained(tmp_path, Trainer, callbacks=[hand])
     assert column(trainer, "clip/norm") == report.norms == hand.norms
     assert column(trainer, "clip/clipped_share")[-1] == stats_of(trainer)["clipped_share"]
 
@@ -157,15 +156,13 @@ def test_log_leaves_evaluation_alone(tmp_path):
 
 
 def test_grad_norm_of_the_trainer_is_that_before_clipping(tmp_path):
-    trainer = trainer_of(tmp_path)
-
-    trainer.train()
+    trainer = trained(tmp_path)
 
     assert column(trainer, "grad_norm") == column(trainer, "clip/norm")
 
 
 def test_statistics_are_read_at_the_logging_interval_only(tmp_path, reads):
-    trainer_of(tmp_path, logging_steps=3).train()
+    trained(tmp_path, logging_steps=3)
 
     assert len(reads) == STEPS // 3
 
@@ -175,23 +172,20 @@ def test_gradients_are_measured_by_the_wrapper_alone(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **_: calls.append(args))
 
-    trainer_of(tmp_path).train()
+    trained(tmp_path)
 
     assert calls == []
 
 
 def test_rules_that_measure_nothing_log_nothing(tmp_path):
-    trainer = trainer_of(tmp_path, clip=tritonclip.ClipByValue(1e-3))
-
-    trainer.train()
+    trainer = trained(tmp_path, clip=tritonclip.ClipByValue(1e-3))
 
     assert stats_of(trainer)["steps"] == STEPS
     assert not any(name.startswith("clip") for row in trainer.state.log_history for name in row)
 
 
 def test_second_training_goes_on_with_one_wrapper(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
+    trainer = trained(tmp_path)
 
     trainer.train()
 
@@ -205,13 +199,8 @@ def test_optimizer_of_the_user_is_wrapped(tmp_path):
     model = language_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
-    trainer = ClippingTrainer(
-        model,
-        arguments_of(tmp_path),
-        train_dataset=sequences(1),
-        optimizers=(inner, scheduler),
-        clip=MAX_NORM,
-    )
+    given: Any = {"train_dataset": sequences(1), "optimizers": (inner, scheduler)}
+    trainer = ClippingTrainer(model, arguments_of(tmp_path), clip=MAX_NORM, **given)
 
     trainer.train()
 
@@ -222,10 +211,8 @@ def test_optimizer_of_the_user_is_wrapped(tmp_path):
 def test_resumed_run_equals_one_that_went_on(tmp_path):
     # One that does not depend on the number of epochs.
     schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2 * STEPS}
-    whole = trainer_of(tmp_path / "whole", num_train_epochs=2, **schedule)
-    whole.train()
-    begun = trainer_of(tmp_path / "run", save_strategy="steps", save_steps=STEPS, **schedule)
-    begun.train()
+    whole = trained(tmp_path / "whole", num_train_epochs=2, **schedule)
+    trained(tmp_path / "run", save_strategy="steps", save_steps=STEPS, **schedule)
     resumed = trainer_of(tmp_path / "run", num_train_epochs=2, **schedule)
 
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{STEPS}"))
@@ -317,9 +304,7 @@ def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):
             if state.global_step == 1:
                 optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
 
-    trainer = trainer_of(tmp_path, nonfinite="skip", callbacks=[Spoil()])
-
-    trainer.train()
+    trainer = trained(tmp_path, nonfinite="skip", callbacks=[Spoil()])
 
     norms = column(trainer, "clip/norm")
     assert [step for step, norm in enumerate(norms) if math.isnan(norm)] == [1]
