@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tritonclip
-from helpers.cases import grad_of
+from helpers.cases import grad_of, parameter
 from tritonclip import comparison, samples
 from tritonclip.backends.native import NativeBatch
 from tritonclip.samples import Samples
 
-SHORT = 0.01
+compare = partial(tritonclip.compare, seconds=0.01)
 
 
 class Tied(torch.nn.Module):
@@ -54,6 +55,10 @@ def trained() -> Tied:
     return model
 
 
+def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return parameter(torch.full((4,), value, dtype=dtype))
+
+
 def state(model: torch.nn.Module) -> list[Any]:
     """All that must not change, with the identity and the version of gradients."""
     found: list[Any] = [torch.get_rng_state().tolist(), model.training, torch.is_grad_enabled()]
@@ -67,7 +72,7 @@ def state(model: torch.nn.Module) -> list[Any]:
 @pytest.mark.parametrize("loss", [None, loss_of], ids=["present", "loss"])
 def test_compare_finds_three_calls_and_the_share_of_a_step(backend, loss):
     model = trained().to(backend.device)
-    found = tritonclip.compare(model, loss, seconds=SHORT)
+    found = compare(model, loss)
     calls = [(call.rule, call.clipped) for call in found.calls]
     assert calls == [("by global norm", True), ("by global norm", False), ("by value", True)]
     for call in found.calls:
@@ -96,7 +101,7 @@ def test_compare_finds_three_calls_and_the_share_of_a_step(backend, loss):
 def test_compare_changes_nothing_of_the_model(loss):
     model = trained()
     before = state(model)
-    tritonclip.compare(model, loss, seconds=SHORT)
+    compare(model, loss)
     assert state(model) == before
 
 
@@ -113,7 +118,7 @@ def test_compare_changes_nothing_when_a_loss_raises(error, at):
 
     before = state(model)
     with pytest.raises(error):
-        tritonclip.compare(model, raises, seconds=SHORT)
+        compare(model, raises)
     assert state(model) == before
 
 
@@ -126,7 +131,7 @@ def test_steps_do_not_move_the_copy(dtype):
         losses.append(loss_of(model.eval()))
         return losses[-1]
 
-    tritonclip.compare(trained().to(dtype), recorded, seconds=SHORT)
+    compare(trained().to(dtype), recorded)
     assert len(losses) > 10
     assert len({loss.item() for loss in losses}) == 1
 
@@ -134,7 +139,7 @@ def test_steps_do_not_move_the_copy(dtype):
 def test_a_model_without_gradients_gets_random_ones_and_the_answer_says_so():
     model = Tied()
     before = state(model)
-    found = tritonclip.compare(model, seconds=SHORT)
+    found = compare(model)
     assert state(model) == before
     assert (found.source, found.n_gradients) == ("random", 6)
     assert "random gradients, because the model has none: 6 with " in str(found)
@@ -143,16 +148,15 @@ def test_a_model_without_gradients_gets_random_ones_and_the_answer_says_so():
 def test_compare_takes_what_clip_takes():
     model = trained()
     model.first.bias.need_clip = False  # type: ignore[attr-defined]
-    flat = torch.nn.Linear(3, 2)
+    flat = tritonclip.FlatGradients(torch.nn.Linear(3, 2))
+    flat.buffers[0].fill_(2.0)
     for parameters, n in (
         (model.parameters(), 4),
         (list(model.named_parameters()) * 2, 4),
         (model.second.bias, 1),
-        (tritonclip.FlatGradients(flat), 2),
+        (flat, 2),
     ):
-        for parameter in flat.parameters():
-            grad_of(parameter).fill_(2.0) if parameter.grad is not None else None
-        assert tritonclip.compare(parameters, seconds=SHORT).n_gradients == n
+        assert compare(parameters).n_gradients == n
 
 
 @pytest.mark.parametrize(
@@ -162,9 +166,7 @@ def test_compare_takes_what_clip_takes():
 )
 def test_norms_are_compared_with_float64_in_every_dtype(dtype, n_calls, least):
     torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.zeros(300, dtype=dtype))
-    weight.grad = torch.randn(300).to(dtype)
-    found = tritonclip.compare(weight, seconds=SHORT)
+    found = compare(parameter(torch.randn(300).to(dtype)))
     assert len(found.calls) == n_calls
     errors = [call.torch_error for call in found.calls[:2]]
     # In bfloat16, torch rounds its norm to three digits.
@@ -174,9 +176,7 @@ def test_norms_are_compared_with_float64_in_every_dtype(dtype, n_calls, least):
 
 
 def test_an_overflow_of_torch_is_its_error():
-    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
-    weight.grad = torch.full((64,), 6e4, dtype=torch.float16)
-    found = tritonclip.compare(weight, seconds=SHORT)
+    found = compare(filled(6e4, torch.float16))
     assert found.calls[0].torch_error == math.inf
     assert "inf, " in str(found)
 
@@ -203,11 +203,9 @@ def test_a_wrong_result_of_tritonclip_is_an_error_with_both_values(monkeypatch, 
     monkeypatch.setattr(NativeBatch, verb, wrong)
     model = trained()
     before = state(model)
-    with (
-        tritonclip.use_backend("native"),
-        pytest.raises(tritonclip.VerificationError, match=said),
-    ):
-        tritonclip.compare(model, seconds=SHORT)
+    refused = pytest.raises(tritonclip.VerificationError, match=said)
+    with tritonclip.use_backend("native"), refused:
+        compare(model)
     assert state(model) == before
 
 
@@ -227,11 +225,9 @@ def test_a_write_within_the_limit_is_an_error(monkeypatch):
 
     monkeypatch.setattr(NativeBatch, "clip_", writes)
     said = r"by global norm, unclipped: .* first\.weight\[0, 3\]: got .*, expected "
-    with (
-        tritonclip.use_backend("native"),
-        pytest.raises(tritonclip.VerificationError, match=said),
-    ):
-        tritonclip.compare(trained(), seconds=SHORT)
+    refused = pytest.raises(tritonclip.VerificationError, match=said)
+    with tritonclip.use_backend("native"), refused:
+        compare(trained())
 
 
 def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torch(monkeypatch):
@@ -244,7 +240,7 @@ def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torc
         return [Samples([us, us], [], 1) for us in (5.0, 30.0, 10.0, 20.0)]
 
     monkeypatch.setattr(comparison, "interleaved", interleaved)
-    found = tritonclip.compare(trained(), seconds=SHORT)
+    found = compare(trained())
     assert refilled == [[True] * 4, [False] * 4, [True] * 4]
     assert {(call.variant, call.ratio) for call in found.calls} == {("foreach", 2.0)}
 
@@ -253,7 +249,7 @@ def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torc
 def test_steps_train_in_any_mode(mode):
     model = trained()
     with mode():
-        assert tritonclip.compare(model, loss_of, seconds=SHORT).step is not None
+        assert compare(model, loss_of).step is not None
 
 
 def test_only_variants_that_torch_has_are_compared(monkeypatch):
@@ -266,7 +262,7 @@ def test_only_variants_that_torch_has_are_compared(monkeypatch):
 
     without_foreach.__name__ = "clip_grad_value_"
     monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", without_foreach)
-    found = tritonclip.compare(trained(), seconds=SHORT)
+    found = compare(trained())
     assert found.calls[2].variant == "no foreach"
 
 
@@ -310,12 +306,6 @@ def sparse() -> torch.nn.Module:
     return embedding
 
 
-def filled(value: float) -> Tensor:
-    weight = torch.nn.Parameter(torch.ones(4))
-    weight.grad = torch.full((4,), value)
-    return weight
-
-
 class Kind(Tensor):
     """A subclass, as DTensor is one."""
 
@@ -343,17 +333,17 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize(("model", "loss", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_compared_is_refused(model, loss, said):
     with pytest.raises((TypeError, ValueError), match=said):
-        tritonclip.compare(model, loss, seconds=SHORT)
+        compare(model, loss)
 
 
 def test_gradients_that_are_not_clipped_are_left_out_of_the_copy_too():
     model = trained()
     model.norm.weight.need_clip = False  # type: ignore[attr-defined]
-    assert tritonclip.compare(model, loss_of, seconds=SHORT).n_gradients == 4
-    for parameter in model.parameters():
-        parameter.need_clip = False  # type: ignore[attr-defined]
+    assert compare(model, loss_of).n_gradients == 4
+    for one in model.parameters():
+        one.need_clip = False  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="the loss depends on has need_clip = False; expected"):
-        tritonclip.compare(model, loss_of, seconds=SHORT)
+        compare(model, loss_of)
 
 
 def test_both_clip_the_same_parameters_in_a_step(monkeypatch):
@@ -368,7 +358,7 @@ def test_both_clip_the_same_parameters_in_a_step(monkeypatch):
 
     recorded.__name__ = "clip_grad_norm_"
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
-    found = tritonclip.compare(model, loss_of, seconds=SHORT)
+    found = compare(model, loss_of)
     assert sizes == {found.n_elements}
 
 
@@ -385,7 +375,7 @@ def test_more_seconds_take_more_samples(monkeypatch, loss):
     monkeypatch.setattr(samples, "perf_counter_ns", lambda: len(n_taken) * 10_000_000)
     for seconds in (10, 30):
         n_taken.clear()
-        tritonclip.compare(trained(), loss, seconds=seconds)
+        compare(trained(), loss, seconds=seconds)
         assert len(n_taken) == pytest.approx(100 * seconds, rel=0.1)
 
 
@@ -393,27 +383,26 @@ def test_gradients_made_in_inference_mode_are_compared():
     weight = torch.nn.Parameter(torch.ones(4))
     with torch.inference_mode():
         weight.grad = torch.arange(4.0)
-    assert tritonclip.compare(weight, seconds=SHORT).n_gradients == 1
+    assert compare(weight).n_gradients == 1
     assert grad_of(weight).tolist() == [0, 1, 2, 3]
 
 
 def test_subnormal_gradients_are_right():
-    found = tritonclip.compare(filled(1e-42), seconds=SHORT)
-    assert found.calls[0].clipped
+    assert compare(filled(1e-42)).calls[0].clipped
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["only", "also"])
 def test_a_loss_of_the_model_itself_is_refused_and_writes_no_gradient(also):
     model = Tied()
     with pytest.raises(ValueError, match=r"the loss depends on .* of the model that loss_of got"):
-        tritonclip.compare(model, lambda copy: loss_of(model) + also * loss_of(copy))
-    assert all(parameter.grad is None for parameter in model.parameters())
+        compare(model, lambda copy: loss_of(model) + also * loss_of(copy))
+    assert all(one.grad is None for one in model.parameters())
 
 
 def test_a_loss_of_a_tensor_that_gets_gradients_is_refused():
     scale = torch.ones(6, requires_grad=True)
     with pytest.raises(ValueError, match=r"gradient, 1 in number, the first of shape \(6,\);"):
-        tritonclip.compare(Tied(), lambda model: (model(X) * scale).mean())
+        compare(Tied(), lambda model: (model(X) * scale).mean())
     assert scale.grad is None
 
 
@@ -426,7 +415,7 @@ def test_a_loss_may_make_tensors_that_require_a_gradient():
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + grad.square().mean()
 
-    assert tritonclip.compare(trained(), penalized, seconds=SHORT).step is not None
+    assert compare(trained(), penalized).step is not None
 
 
 def test_reentrant_checkpointing_of_the_whole_model_is_named():
@@ -435,18 +424,18 @@ def test_reentrant_checkpointing_of_the_whole_model_is_named():
         return checkpoint(model, x, use_reentrant=True).square().mean()
 
     with pytest.raises(ValueError, match=r"use_reentrant=False where torch\.utils\.check"):
-        tritonclip.compare(trained(), checkpointed)
+        compare(trained(), checkpointed)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "4"])
 def test_seconds_must_be_positive(seconds):
     with pytest.raises(ValueError, match="seconds must be a positive number, got"):
-        tritonclip.compare(Tied(), seconds=seconds)
+        compare(Tied(), seconds=seconds)
 
 
 def test_compare_refuses_to_time_verification():
     with tritonclip.verify(), pytest.raises(RuntimeError, match=r"outside of verify\(\)"):
-        tritonclip.compare(trained(), seconds=SHORT)
+        compare(trained())
 
 
 @pytest.mark.gpu
@@ -454,4 +443,4 @@ def test_gradients_on_several_devices_are_refused(cuda_backend):
     mixed = [filled(1.0), filled(1.0).to("cuda").detach().requires_grad_()]
     mixed[1].grad = torch.ones(4, device="cuda")
     with pytest.raises(ValueError, match="on one device, got cpu, cuda:0"):
-        tritonclip.compare(mixed, seconds=SHORT)
+        compare(mixed)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 import tritonclip
 from helpers.cases import grad_of, parameters
@@ -19,6 +18,11 @@ from tritonclip.patching import original_of
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 TORCHS = {name: getattr(torch.nn.utils, name) for name in NAMES}
+
+
+def served_by_torch():
+    said = "torch's own function serves this call"
+    return pytest.warns(tritonclip.ClippingWarning, match=said)
 
 
 class Gradient(Tensor):
@@ -113,7 +117,7 @@ def test_torch_serves_what_tritonclip_refuses_and_says_so_once(given, expected):
     first, second, third = (parameters([torch.tensor([3.0, 4.0])]) for _ in range(3))
     norm = torch.nn.utils.clip_grad_norm_(first, **given)
     with tritonclip.patch_torch() as patch:
-        with pytest.warns(tritonclip.ClippingWarning, match="torch's own function serves this"):
+        with served_by_torch():
             assert torch.equal(torch.nn.utils.clip_grad_norm_(second, **given), norm)
         # Without another warning, which would be an error here.
         torch.nn.utils.clip_grad_norm_(third, **given)
@@ -125,14 +129,9 @@ def test_torch_serves_what_tritonclip_refuses_and_says_so_once(given, expected):
 
 
 def test_torch_serves_gradients_of_subclasses():
-    weight = Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0]).as_subclass(Gradient)
-    with (
-        tritonclip.patch_torch(),
-        pytest.warns(tritonclip.ClippingWarning, match="torch's own function serves this call"),
-    ):
-        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
-    assert float(norm) == 5.0
+    (weight,) = parameters([torch.tensor([3.0, 4.0]).as_subclass(Gradient)])
+    with tritonclip.patch_torch(), served_by_torch():
+        assert float(torch.nn.utils.clip_grad_norm_([weight], 1.0)) == 5.0
 
 
 def test_where_both_refuse_the_error_is_torchs():
@@ -172,10 +171,7 @@ def test_arguments_may_be_named_as_torchs_are(name):
 
 def test_an_iterator_is_read_once_for_both_functions():
     params = parameters([torch.tensor([3.0]), torch.tensor([4.0])])
-    with (
-        tritonclip.patch_torch(),
-        pytest.warns(tritonclip.ClippingWarning, match="torch's own function serves this call"),
-    ):
+    with tritonclip.patch_torch(), served_by_torch():
         norm = torch.nn.utils.clip_grad_norm_(iter(params), -5.0)
     assert norm.item() == 5.0
 
@@ -244,21 +240,13 @@ def test_torchs_function_stays_reachable():
 
 
 def test_threads_patch_and_clip_at_once():
-    errors = []
+    def work(_):
+        for _ in range(5):
+            with tritonclip.patch_torch():
+                params = parameters([torch.tensor([3.0, 4.0])])
+                assert torch.nn.utils.clip_grad_norm_(params, 1.0).item() == 5.0
 
-    def work():
-        try:
-            for _ in range(5):
-                with tritonclip.patch_torch():
-                    params = parameters([torch.tensor([3.0, 4.0])])
-                    assert torch.nn.utils.clip_grad_norm_(params, 1.0).item() == 5.0
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        # An error of a thread is raised here.
+        list(pool.map(work, range(3)))
     assert_torchs_own()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tritonclip
 from helpers.cases import CHUNK, FLOATS, INTERPRETED, LARGE, assert_norm, normal, parameters
 from tritonclip import FlatGradients
+from tritonclip.backends.native import NativeBatch
 from tritonclip.named_norms import GradientStatistics
 
 
@@ -96,9 +97,8 @@ def test_dtypes_complex_sparse_and_strided_gradients_mix(device):
         torch.tensor([[3.0, 0.0], [0.0, 0.0], [0.0, -4.0]], device=device).to_sparse(1),
         with_zeros(30, torch.float32, device)[::2],
     ]
-    for one, grad in zip(
-        tritonclip.statistics_by_name(parameters(grads)).values(), grads, strict=True
-    ):
+    found = tritonclip.statistics_by_name(parameters(grads))
+    for one, grad in zip(found.values(), grads, strict=True):
         norm, largest, zeros = expected_of([grad])
         assert one.norm.dtype == torch.float64
         assert [*map(float, one)] == pytest.approx([norm, largest, zeros], rel=1e-6)
@@ -162,14 +162,12 @@ def test_gradients_are_read_once_for_each_number(device, verbs, monkeypatch):
 
 
 def test_verification_covers_the_statistics(monkeypatch):
-    from tritonclip.backends.native import NativeBatch
-
     real = NativeBatch.total_each
-    monkeypatch.setattr(
-        NativeBatch,
-        "total_each",
-        lambda batch, norms, p, *args: real(batch, norms, p, *args) + (p == 0.0),
-    )
+
+    def wrong_count(batch, norms, p, *args):
+        return real(batch, norms, p, *args) + (p == 0.0)
+
+    monkeypatch.setattr(NativeBatch, "total_each", wrong_count)
     params = parameters([torch.ones(3)])
     wrong = pytest.raises(tritonclip.VerificationError, match="norm of")
     with tritonclip.use_backend("native"), tritonclip.verify(), wrong:

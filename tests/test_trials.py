@@ -20,14 +20,34 @@ from helpers.searches import draw, find, loss, make
 # Kinds of trainings.
 
 
+def step_by(clip_all: Any, build: Any = make, then: Any = lambda: None) -> Any:
+    """A step function of a new model, which is clipped by `clip_all(model, clip)`."""
+    model, optimizer = build()
+
+    def step(batch, clip):
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        clip_all(model, clip)
+        optimizer.step()
+        then()
+        return value
+
+    return step
+
+
+def clip_model(model: nn.Module, clip: Any) -> None:
+    clip(model)
+
+
 def steps_of(kind: str) -> Any:
     """A `make` that gives a step function."""
 
     def make_step():
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = make()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
+        by_schedule = step_by(clip_model, lambda: (model, optimizer), schedule.step)
         n = 0
 
         def step(batch, clip):
@@ -50,12 +70,7 @@ def steps_of(kind: str) -> Any:
                     optimizer.step()
                     optimizer.zero_grad()
             else:
-                optimizer.zero_grad()
-                value = loss(model, batch)
-                value.backward()
-                clip(model)
-                optimizer.step()
-                schedule.step()
+                value = by_schedule(batch, clip)
             return float(value.detach()) if kind == "number" else value
 
         return step
@@ -135,14 +150,9 @@ def test_a_loader_with_a_generator_shuffles_by_seed_and_keeps_its_state():
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return copy.deepcopy(
-        (
-            model.state_dict(),
-            [p.grad for p in model.parameters()],
-            [module.training for module in model.modules()],
-            optimizer.state_dict(),
-        )
-    )
+    grads = [p.grad for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    return copy.deepcopy((model.state_dict(), grads, modes, optimizer.state_dict()))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -237,31 +247,19 @@ def forgetful():
 
 
 def lossless():
-    model, optimizer = make()
+    step = step_by(clip_model)
 
-    def step(batch, clip):
-        loss(model, batch).backward()
-        clip(model)
-        optimizer.step()
+    def without_loss(batch, clip):
+        step(batch, clip)
 
-    return step
+    return without_loss
 
 
 shared = nn.Linear(4, 1)
 
 
 def again():
-    optimizer = torch.optim.SGD(shared.parameters(), 0.1)
-
-    def step(batch, clip):
-        optimizer.zero_grad()
-        value = loss(shared, batch)
-        value.backward()
-        clip(shared)
-        optimizer.step()
-        return value
-
-    return step
+    return step_by(clip_model, lambda: (shared, torch.optim.SGD(shared.parameters(), 0.1)))
 
 
 def wrapped():
@@ -274,46 +272,28 @@ def frozen():
     return model, torch.optim.SGD(model.parameters(), 0.1)
 
 
-def clipped_twice(how):
-    """A `make` of steps that clip once more, to 0.5, before or after the trial's clip."""
+def twice(how: str) -> dict[str, Any]:
+    """Options of steps that clip once more, to 0.5, before or after the trial's clip."""
+
+    def clip_all(model, clip):
+        if how == "before":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip(model)
+        if how == "after":
+            tritonclip.clip_(model, 0.5)
 
     def build():
         model, optimizer = make()
-        if how == "wrapper":
-            optimizer = tritonclip.ClippedOptimizer(optimizer, 0.5)
+        return model, tritonclip.ClippedOptimizer(optimizer, 0.5) if how == "wrapper" else optimizer
 
-        def step(batch, clip):
-            optimizer.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            if how == "before":
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            clip(model)
-            if how == "after":
-                tritonclip.clip_(model, 0.5)
-            optimizer.step()
-            return value
-
-        return step
-
-    return build
+    return {"loss": None, "make": lambda: step_by(clip_all, build)}
 
 
 def test_norms_of_one_batch_that_stay_in_a_warm_up_are_no_second_clip():
     def build():
         model, optimizer = make()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n > 4 else 1e-9)
-
-        def step(batch, clip):
-            optimizer.zero_grad()
-            value = loss(model, batch)
-            value.backward()
-            clip(model)
-            optimizer.step()
-            schedule.step()
-            return value
-
-        return step
+        return step_by(clip_model, lambda: (model, optimizer), schedule.step)
 
     assert find(build, draw(1), loss=None, limits=[0.1, 1.0]).reason
 
@@ -358,21 +338,9 @@ def limited(*others, **named):
         ({"loss": None, "make": forgetful}, ValueError, "clip was not called"),
         ({"loss": None, "make": lossless}, TypeError, "step function that returns it"),
         ({"loss": None, "make": again}, ValueError, "copy.deepcopy"),
-        (
-            {"loss": None, "make": clipped_twice("before")},
-            ValueError,
-            "of the same norm, 0.5, and none had",
-        ),
-        (
-            {"loss": None, "make": clipped_twice("after")},
-            ValueError,
-            "expected a step that calls clip(",
-        ),
-        (
-            {"loss": None, "make": clipped_twice("wrapper")},
-            ValueError,
-            "without clip_grad_norm_, a ClippedOpt",
-        ),
+        (twice("before"), ValueError, "of the same norm, 0.5, and none had"),
+        (twice("after"), ValueError, "expected a step that calls clip("),
+        (twice("wrapper"), ValueError, "without clip_grad_norm_, a ClippedOpt"),
         ({"make": wrapped}, TypeError, "it wraps"),
         ({"make": nn.Linear(4, 1)}, TypeError, "got Linear"),
         ({"make": lambda: nn.Linear(4, 1)}, TypeError, "got Linear"),
