@@ -60,16 +60,18 @@ not_a_loss = make_model(), 3.0
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command on a name of a module in the current folder; returns status and output."""
+    """Runs the command on a name of a module in the current folder, and returns its output."""
     (tmp_path / "mymodule.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     # Of another test, in another folder.
     sys.modules.pop("mymodule", None)
 
-    def run(*arguments):
-        status = cli.main(["compare", *arguments, "--seconds", "0.01"])
-        return status, capsys.readouterr()
+    def run(*arguments, status=0):
+        found = cli.main(["compare", *arguments, "--seconds", "0.01"])
+        printed = capsys.readouterr()
+        assert found == status, printed.err
+        return printed
 
     yield run
     sys.modules.pop("mymodule", None)
@@ -91,15 +93,13 @@ def test_compare_prints_three_calls_and_the_share_of_a_step(tmp_path):
 
 @pytest.mark.parametrize("name", ["make_model", "Net", "Group.model"])
 def test_compare_takes_functions_classes_and_modules(run, name):
-    status, printed = run(f"mymodule:{name}")
-    assert status == 0, printed.err
-    assert "random gradients, because the model has none: 2 with" in printed.out
+    said = "random gradients, because the model has none: 2 with"
+    assert said in run(f"mymodule:{name}").out
 
 
 def test_compare_casts_and_moves_the_model(run):
-    status, printed = run("mymodule:with_loss", "--dtype", "bfloat16", "--device", "cpu")
-    assert status == 0, printed.err
-    assert "10 elements, bfloat16\non cpu" in printed.out
+    options = ("--dtype", "bfloat16", "--device", "cpu")
+    assert "10 elements, bfloat16\non cpu" in run("mymodule:with_loss", *options).out
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=["float32", "bfloat16"])
@@ -108,8 +108,7 @@ def test_commands_of_the_page_run_on_its_module(run, tmp_path, line):
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "tritonclip", "compare"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    status, printed = run(*(device if word == "cuda" else word for word in words[4:]))
-    assert status == 0, printed.err
+    printed = run(*(device if word == "cuda" else word for word in words[4:]))
     assert "gradients of the loss: 8 with 1,052,672 elements, " in printed.out
     assert ("bfloat16" in line) == ("elements, bfloat16\n" in printed.out)
 
@@ -146,8 +145,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_compared_ends_with_a_message(run, arguments, said):
-    status, printed = run(*arguments)
-    assert status == 1
+    printed = run(*arguments, status=1)
     assert not printed.out
     last = printed.err.splitlines()[-1]
     assert last.startswith("Error: ")
@@ -167,8 +165,7 @@ def test_what_cannot_be_compared_ends_with_a_message(run, arguments, said):
 )
 def test_an_error_inside_the_users_module_is_shown_with_its_line(run, tmp_path, source, said):
     (tmp_path / "other.py").write_text(source)
-    status, printed = run("other:make_model")
-    assert status == 1
+    printed = run("other:make_model", status=1)
     assert said in printed.err.splitlines()[-1]
     assert f'{tmp_path / "other.py"}", line 1' in printed.err
 
@@ -176,8 +173,7 @@ def test_an_error_inside_the_users_module_is_shown_with_its_line(run, tmp_path, 
 def test_a_wrong_result_ends_with_status_1_and_what_differs(run, monkeypatch):
     break_norm(monkeypatch, NativeBatch, 2.0)
     with tritonclip.use_backend("native"):
-        status, printed = run("mymodule:make_model")
-    assert status == 1
+        printed = run("mymodule:make_model", status=1)
     assert "Error: by global norm, clipped: " in printed.err
     assert "norm: got " in printed.err
     assert not printed.out
@@ -201,6 +197,4 @@ def test_wrong_options_end_with_status_2(capsys, option, said):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compare_on_a_gpu(run):
-    status, printed = run("mymodule:make_model", "--device", "cuda")
-    assert status == 0, printed.err
-    assert "on cuda:0" in printed.out
+    assert "on cuda:0" in run("mymodule:make_model", "--device", "cuda").out

@@ -19,7 +19,7 @@ pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGE = (ROOT / "docs" / "finding_max_norm.md").read_text()
 BLOCK = PAGE.partition("```python\n")[2].partition("```")[0]
-COMMAND = re.search(r"^python -m (tritonclip find .*)$", PAGE, re.MULTILINE)
+COMMAND = re.search(r"^python -m tritonclip find (.*)$", PAGE, re.MULTILINE)
 
 SOURCE = """
 import torch
@@ -47,46 +47,47 @@ empty = []
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def find(tmp_path, monkeypatch, capsys):
+    """Runs the command on a training in the current folder, and returns its output."""
     (tmp_path / "training.py").write_text(SOURCE)
+    (tmp_path / "mymodule.py").write_text(BLOCK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    yield "training:make"
-    sys.modules.pop("training", None)
+
+    def find(*options, target=("training:make", *USUAL), status=0):
+        assert cli.main(["find", *target, *options]) == status
+        return capsys.readouterr()
+
+    yield find
+    for name in ("training", "mymodule"):
+        sys.modules.pop(name, None)
 
 
-USUAL = ["--loss", "training:loss", "--steps", "20", "--seeds", "2"]
+USUAL = ("--loss", "training:loss", "--steps", "20", "--seeds", "2")
 
 
-def test_find_prints_the_answer_of_find_max_norm(module, capsys):
-    assert cli.main(["find", module, *USUAL]) == 0
-    printed = capsys.readouterr().out
+def test_find_prints_the_answer_of_find_max_norm(find):
+    printed = find().out
     training = sys.modules["training"]
-    found = tritonclip.find_max_norm(
-        training.make, training.batches, loss=training.loss, steps=20, seeds=2
-    )
+    given = {"loss": training.loss, "steps": 20, "seeds": 2}
+    found = tritonclip.find_max_norm(training.make, training.batches, **given)
     assert printed == f"{found}\n"
     assert found.max_norm is not None
 
 
-def test_find_takes_limits_rules_and_held_out_batches(module, capsys):
+def test_find_takes_limits_rules_and_held_out_batches(find):
     options = ["--limits", "0.5", "2", "--rules", "training:rules"]
     held_out = ["--held-out", "training:held_out", "--batches", "training:batches"]
-    assert cli.main(["find", module, *USUAL, *options, *held_out]) == 0
-    printed = capsys.readouterr().out
+    printed = find(*options, *held_out).out
     for name in ("0.5 ", "2 ", "no limit ", "ClipByQuantile(", "ClipByValue("):
         assert f"\n{name}" in printed
 
 
-def test_find_draws_and_writes_every_trial(module, capsys, tmp_path):
-    files = ["--figure", "found.svg", "--csv", "found.csv"]
-    assert cli.main(["find", module, *USUAL, *files]) == 0
-    assert capsys.readouterr().out.endswith("found.svg\nfound.csv\n")
-    texts = {
-        element.text
-        for element in ET.parse(tmp_path / "found.svg").iter()
-        if element.tag.endswith("text")
-    }
+def test_find_draws_and_writes_every_trial(find, tmp_path):
+    printed = find("--figure", "found.svg", "--csv", "found.csv")
+    assert printed.out.endswith("found.svg\nfound.csv\n")
+    elements = ET.parse(tmp_path / "found.svg").iter()
+    texts = {element.text for element in elements if element.tag.endswith("text")}
     rows = [*csv.DictReader((tmp_path / "found.csv").read_text().splitlines())]
     assert {row["limit"] for row in rows} <= texts
     assert "recommended" in texts
@@ -94,10 +95,9 @@ def test_find_draws_and_writes_every_trial(module, capsys, tmp_path):
     assert all(float(row["loss"]) > 0 for row in rows)
 
 
-def test_find_works_without_rich(module, capsys, monkeypatch):
+def test_find_works_without_rich(find, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert cli.main(["find", module, *USUAL]) == 0
-    printed = capsys.readouterr()
+    printed = find()
     assert "at most" in printed.err
     assert "recommended" in printed.out
 
@@ -111,28 +111,22 @@ def test_find_works_without_rich(module, capsys, monkeypatch):
         (["--limits", "1"], "two or more limits"),
     ],
 )
-def test_find_says_what_is_wrong(module, capsys, options, said):
-    assert cli.main(["find", module, *USUAL, *options]) == 1
-    printed = capsys.readouterr()
+def test_find_says_what_is_wrong(find, options, said):
+    printed = find(*options, status=1)
     assert printed.err.splitlines()[-1].startswith("Error: ")
     assert said in printed.err
     assert "Traceback" not in printed.err
 
 
-def test_find_shows_where_the_users_code_raised(module, capsys):
-    assert cli.main(["find", module, *USUAL, "--loss", "training:fails"]) == 1
-    printed = capsys.readouterr().err
+def test_find_shows_where_the_users_code_raised(find):
+    printed = find("--loss", "training:fails", status=1).err
     assert 'raise KeyError("no such column")' in printed
     assert printed.splitlines()[-1].startswith("Error: KeyError")
 
 
-def test_the_page_has_a_command_that_runs(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mymodule.py").write_text(BLOCK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+def test_the_page_has_a_command_that_runs(find, tmp_path):
     assert COMMAND is not None
     # As the page has it, but shorter.
-    assert cli.main([*COMMAND[1].split()[1:], "--steps", "12", "--seeds", "1"]) == 0
-    sys.modules.pop("mymodule", None)
-    assert "recommended" in capsys.readouterr().out
+    printed = find("--steps", "12", "--seeds", "1", target=COMMAND[1].split())
+    assert "recommended" in printed.out
     assert (tmp_path / "found.png").stat().st_size > 1000

@@ -18,7 +18,7 @@ QUICKSTART = ROOT / "examples" / "quickstart.ipynb"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="trains on the native backend: no kernel is interpreted")
-def test_quickstart_learns_where_it_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_learns_where_it_clips(tmp_path, monkeypatch):
     # This Python, and no other that is installed as a kernel of the same name.
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))

@@ -78,7 +78,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
-    """Runs a script in this process, plain or by the command; its status and what it printed."""
+    """Runs a script in this process, plain or by the command; what it printed."""
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -86,13 +86,13 @@ def run(folder, monkeypatch, capsys):
     for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments, plain=False):
+    def run(*arguments, plain=False, status=0):
         if plain:
             sys.argv[:] = [*map(str, arguments)]
             exec(Path(arguments[0]).read_text(), {"__name__": "__main__"})
-            return 0, capsys.readouterr()
-        status = cli.main(["run", *map(str, arguments)])
-        return status, capsys.readouterr()
+        else:
+            assert cli.main(["run", *map(str, arguments)]) == status
+        return capsys.readouterr()
 
     return run
 
@@ -125,26 +125,23 @@ def test_an_error_is_shown_as_python_shows_it(folder, text):
 
 
 def test_a_package_is_run_by_its_main(run):
-    status, printed = run("-m", "package", "--flag")
-    assert status == 0
+    printed = run("-m", "package", "--flag")
     file = Path("package", "__main__.py").resolve()
     assert printed.out == f"package {[str(file), '--flag']}\n"
 
 
 def test_a_script_is_clipped_by_tritonclip_and_trains_as_before(run):
     before = torch.nn.utils.clip_grad_norm_
-    status, printed = run("train.py", "12")
-    assert status == 0
-    assert printed.out == run("train.py", 12, plain=True)[1].out
+    printed = run("train.py", "12")
+    assert printed.out == run("train.py", 12, plain=True).out
     said = "tritonclip run: calls of torch's functions: 12 of clip_grad_norm_; all by tritonclip\n"
     assert printed.err == said
     assert torch.nn.utils.clip_grad_norm_ is before
 
 
 def test_compare_leaves_the_training_as_it_is_and_says_whether_tritonclip_helps(run):
-    status, printed = run("--compare", "train.py", "40")
-    assert status == 0
-    assert printed.out == run("train.py", 40, plain=True)[1].out
+    printed = run("--compare", "train.py", "40")
+    assert printed.out == run("train.py", 40, plain=True).out
     assert "\nclip_grad_norm_ of 2 gradients with 36 elements, 40 calls\n" in printed.err
     row = r"^  {}  +[\d.,]+ [um]s \([\d.,]+ [um]s to [\d.,]+ [um]s\), [\d.]+% of the time$"
     for name in ("torch", "tritonclip"):
@@ -162,8 +159,8 @@ def test_a_script_that_fails_gets_the_report_so_far(run, capsys):
 
 def test_a_script_that_does_not_clip_is_told_what_else_may(run, folder):
     (folder / "other.py").write_text("print('no clipping')")
-    status, printed = run("other.py")
-    assert (status, printed.out) == (0, "no clipping\n")
+    printed = run("other.py")
+    assert printed.out == "no clipping\n"
     for word in ("no call was replaced", "DeepSpeed", "FSDP1", "torchrun", "torch.compile"):
         assert word in printed.err
 
@@ -174,13 +171,13 @@ def test_calls_that_torch_serves_are_counted_with_the_reason(run, folder):
         "for _ in range(2):\n    torch.nn.utils.clip_grad_norm_([weight], -1.0)"
     )
     with pytest.warns(tritonclip.ClippingWarning, match="torch's own function serves"):
-        _, printed = run("negative.py")
+        printed = run("negative.py")
     assert "torch served 2 of these 2 calls, which tritonclip refuses:\n  2: clip_" in printed.err
 
 
 def test_record_writes_what_suggest_reads_and_appends_another_run(run, folder):
     for n, where in ((24, "in norms.csv"), (25, "appended to norms.csv as run 2")):
-        _, printed = run("--record", "norms.csv", "train.py", n)
+        printed = run("--record", "norms.csv", "train.py", n)
         assert f"\nnorms are {where}: python -m tritonclip suggest norms.csv\n" in printed.err
     history = read(folder / "norms.csv")
     assert [len(history.run(i).norms) for i in (1, 2)] == [24, 25]
@@ -212,16 +209,16 @@ def test_record_says_that_no_norm_came_and_keeps_the_exit_status(run, folder, ca
     ids=["script", "module", "submodule", "path", "record"],
 )
 def test_a_wrong_target_ends_with_a_message(run, arguments, said):
-    status, printed = run(*arguments)
-    assert (status, printed.out) == (1, "")
+    printed = run(*arguments, status=1)
+    assert not printed.out
     assert printed.err.startswith("Error: ")
     assert said in printed.err
 
 
 def test_options_after_the_script_go_to_it_and_it_is_said(run, folder):
     (folder / "other.py").write_text("print('trained')")
-    status, printed = run("other.py", "3", "--record=norms.csv")
-    assert (status, printed.out) == (0, "trained\n")
+    printed = run("other.py", "3", "--record=norms.csv")
+    assert printed.out == "trained\n"
     first = printed.err.splitlines()[0]
     assert "--record after other.py went to the script" in first
     assert first.endswith("python -m tritonclip run --record ... other.py")

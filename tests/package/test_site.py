@@ -21,12 +21,8 @@ SITE = ROOT / "build" / "docs"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-FLAGS = [
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-sandbox",
-]
+OFF = ("quic", "background-networking", "component-update")
+FLAGS = [*(f"--disable-{one}" for one in OFF), "--no-sandbox"]
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 # Pixels of a page of figures whose tables are folded.
 LONGEST = 4000
@@ -93,9 +89,7 @@ def _pages() -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
-def test_pages_load_without_errors_and_fit_their_column(
-    browser: Any, address: str, width: str, scheme: str
-) -> None:
+def test_pages_load_without_errors_and_fit_their_column(browser, address, width, scheme):
     size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
     page = browser.new_page(viewport=size, color_scheme=scheme)
     faults: list[str] = []
@@ -126,9 +120,7 @@ def test_pages_load_without_errors_and_fit_their_column(
     assert not found
 
 
-def test_figures_have_the_colours_of_the_scheme_that_a_reader_chose(
-    browser: Any, address: str
-) -> None:
+def test_figures_have_the_colours_of_the_scheme_that_a_reader_chose(browser, address):
     """The button of the theme, where the system has the other scheme."""
     page = browser.new_page(color_scheme="light")
     page.goto(f"{address}/performance/gpu.html")
@@ -144,9 +136,7 @@ def test_figures_have_the_colours_of_the_scheme_that_a_reader_chose(
     page.close()
 
 
-def test_previews_of_a_link_have_a_title_a_text_and_a_picture_of_the_site(
-    browser: Any, address: str
-) -> None:
+def test_previews_of_a_link_have_a_title_a_text_and_a_picture_of_the_site(browser, address):
     page = browser.new_page()
     page.goto(f"{address}/index.html")
     tags = {
@@ -179,7 +169,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_code_is_readable(browser: Any, address: str, scheme: str) -> None:
+def test_code_is_readable(browser, address, scheme):
     page = browser.new_page(color_scheme=scheme)
     page.goto(f"{address}/recipes.html")
 
@@ -195,7 +185,7 @@ def test_code_is_readable(browser: Any, address: str, scheme: str) -> None:
         ("NaN", "ClippedOptimizer"),
     ],
 )
-def test_search_finds(browser: Any, address: str, word: str, title: str) -> None:
+def test_search_finds(browser, address, word, title):
     page = browser.new_page()
     page.goto(f"{address}/search.html?q={word}")
     page.wait_for_selector("#search-results .search li a")
