@@ -148,7 +148,7 @@ RUNS = [by_trl, by_stable_baselines3, by_timm, by_torchtune, by_torchtitan]
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_package_clips_by_tritonclip_and_trains_as_before(tmp_path: Path, run: Run) -> None:
+def test_package_clips_by_tritonclip_and_trains_as_before(tmp_path, run):
     losses, weights = run(tmp_path / "plain")
     path = tmp_path / "norms.csv"
     with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder) as patch:

@@ -6,7 +6,6 @@ Not reached: FSDP1's method, DeepSpeed and Megatron, which have functions of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,26 +88,10 @@ def by_transformers(folder: Path) -> torch.nn.Module:
     """Hugging Face Trainer's `max_grad_norm`."""
     pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
     transformers = pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
-    torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 13}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    rows = (torch.arange(24)[:, None] * 7 + torch.arange(8)) % 13
-    trainer = transformers.Trainer(
-        model=transformers.GPT2LMHeadModel(config),
-        args=transformers.TrainingArguments(
-            output_dir=str(folder),
-            optim="sgd",
-            learning_rate=0.2,
-            max_grad_norm=MAX_NORM,
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            use_cpu=True,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    )
+    from helpers.hugging_face import arguments_of, language_model, sequences
+
+    arguments = arguments_of(folder, max_grad_norm=MAX_NORM)
+    trainer = transformers.Trainer(language_model(), arguments, train_dataset=sequences(6))
     trainer.train()
     return trainer.model  # type: ignore[no-any-return]
 
@@ -117,9 +100,7 @@ TRAINERS = [by_loop, by_accelerate, by_fabric, by_lightning, by_transformers]
 
 
 @pytest.mark.parametrize("train", TRAINERS, ids=lambda train: train.__name__)
-def test_trainer_clips_by_tritonclip_and_trains_as_before(
-    tmp_path: Path, train: Callable[[Path], torch.nn.Module]
-) -> None:
+def test_trainer_clips_by_tritonclip_and_trains_as_before(tmp_path, train):
     expected = copy.deepcopy(train(tmp_path / "plain").state_dict())
     path = tmp_path / "norms.csv"
     with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder) as patch:

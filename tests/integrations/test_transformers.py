@@ -15,16 +15,17 @@ from helpers.cases import assert_bits
 pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
 pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from helpers.hugging_face import arguments_of, language_model, sequences
 from tritonclip.integrations.transformers import ClippingMixin, ClippingTrainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 MAX_NORM = 0.5
 STEPS = 6
-BATCH = 4
+LOGGED = {"logging_steps": 1, "weight_decay": 0.01}
 
 
 class ClipByHand(TrainerCallback):
@@ -49,19 +50,6 @@ class Report(TrainerCallback):
         self.norms += [logs["clip/norm"]] if "loss" in logs else []
 
 
-def sequences(accumulate):
-    """Texts that count modulo 13, from anywhere: something that can be learned."""
-    starts = torch.arange(STEPS * BATCH * accumulate)[:, None]
-    ids = (starts * 7 + torch.arange(16)) % 13
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def language_model():
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 13}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
 def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), clip=None, **options):
     """A trainer with SGD, to which the length of a gradient matters."""
     clipping = {}
@@ -72,29 +60,11 @@ def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), clip=No
         options = {"max_grad_norm": 0.0, **options}
     return kind(
         model=language_model(),
-        args=arguments_of(folder, gradient_accumulation_steps=accumulate, **options),
-        train_dataset=sequences(accumulate),
+        args=arguments_of(folder, gradient_accumulation_steps=accumulate, **{**LOGGED, **options}),
+        train_dataset=sequences(STEPS * accumulate),
         callbacks=[*callbacks],
         **clipping,
     )
-
-
-def arguments_of(folder, **options):
-    arguments = {
-        "output_dir": str(folder),
-        "optim": "sgd",
-        "learning_rate": 0.2,
-        "weight_decay": 0.01,
-        "logging_steps": 1,
-        "per_device_train_batch_size": BATCH,
-        "num_train_epochs": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "use_cpu": True,
-        **options,
-    }
-    return TrainingArguments(**arguments)
 
 
 def trained(folder, *arguments, **options):
@@ -199,8 +169,8 @@ def test_optimizer_of_the_user_is_wrapped(tmp_path):
     model = language_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
-    given: Any = {"train_dataset": sequences(1), "optimizers": (inner, scheduler)}
-    trainer = ClippingTrainer(model, arguments_of(tmp_path), clip=MAX_NORM, **given)
+    given: Any = {"train_dataset": sequences(STEPS), "optimizers": (inner, scheduler)}
+    trainer = ClippingTrainer(model, arguments_of(tmp_path, **LOGGED), clip=MAX_NORM, **given)
 
     trainer.train()
 
@@ -223,7 +193,9 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
 
 
 def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    trainer = ClippingTrainer(language_model(), arguments_of(tmp_path), clip=1.0, recorder="ours")
+    trainer = ClippingTrainer(
+        language_model(), arguments_of(tmp_path, **LOGGED), clip=1.0, recorder="ours"
+    )
 
     trainer.create_optimizer()
 
@@ -281,7 +253,9 @@ def test_wrapped_optimizers_are_refused(tmp_path):
     wrapped = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
 
     with pytest.raises(ValueError, match="optimizers= has a ClippedOptimizer"):
-        ClippingTrainer(model, arguments_of(tmp_path), optimizers=(wrapped, None), clip=1.0)
+        ClippingTrainer(
+            model, arguments_of(tmp_path, **LOGGED), optimizers=(wrapped, None), clip=1.0
+        )
 
 
 def test_marks_on_modules_are_refused(tmp_path):
@@ -295,7 +269,7 @@ def test_marks_on_modules_are_refused(tmp_path):
 @pytest.mark.parametrize("kind", [ClippingTrainer, ClippingWithDeepSpeed])
 def test_trainer_without_a_clip_says_what_to_write(tmp_path, kind):
     with pytest.raises(TypeError, match=r"missing a required .*: 'clip'; .* \.\.\., clip=1\.0\)"):
-        kind(model=language_model(), args=arguments_of(tmp_path))
+        kind(model=language_model(), args=arguments_of(tmp_path, **LOGGED))
 
 
 def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):

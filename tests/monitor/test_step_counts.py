@@ -10,25 +10,13 @@ from threading import Thread
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.cases import CalledFunctions
 from tritonclip.monitor import stats
 from tritonclip.monitor.stats import COUNTS, KEPT, StepCounts, Verdict
 
 CPU = torch.device("cpu")
-
-
-class _Functions(TorchFunctionMode):
-    """Lists the functions of torch that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.called.append(function)
-        return function(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -131,11 +119,10 @@ def test_add_keeps_a_bounded_number_of_coefficients():
 @pytest.mark.parametrize("coefficients", [[0.5], tensors(0.5)], ids=["number", "tensor"])
 def test_add_calls_no_operator(coefficients):
     counts = StepCounts(CPU)
-    with _Functions() as functions:
+    with CalledFunctions() as functions:
         counts.add(coefficients)
     # To read an attribute and to move to the own device run none.
-    names = {function.__name__ for function in functions.called}
-    assert names <= {"__get__", "to"}
+    assert {*functions.names} <= {"to"}
 
 
 @pytest.mark.parametrize(
@@ -238,10 +225,9 @@ def test_add_with_flags_runs_two_operators():
     """Each is a launch on a GPU: the sums wait for the 64th step."""
     counts = StepCounts(CPU)
     coefficients, verdict = tensors(0.5), Verdict(flag(True), False, flag(True))
-    with _Functions() as functions:
+    with CalledFunctions() as functions:
         counts.add(coefficients, verdict)
-    names = {function.__name__ for function in functions.called}
-    assert names - {"__get__", "to", "reshape"} == {"add_", "mul_"}
+    assert {*functions.names} - {"to", "reshape"} == {"add_", "mul_"}
 
 
 def test_many_steps_of_every_kind_are_counted():

@@ -86,17 +86,15 @@ def _lightning(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
 
 
 def _trainer(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """A language model of a few hundred weights, and texts for two batches."""
+    """A small language model, and texts for two batches."""
     transformers = pytest.importorskip(
         "transformers", reason="needs tritonclip[integrations]", exc_type=ImportError
     )
+    from helpers.hugging_face import language_model, sequences
+
     request.getfixturevalue("fresh_accelerate")
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 4, "vocab_size": 7}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    texts = torch.arange(16)[:, None].add(torch.arange(4)) % 7
     names["transformers"] = transformers
-    names["model"] = transformers.GPT2LMHeadModel(config)
-    names["data"] = [{"input_ids": row, "labels": row} for row in texts]
+    names["model"], names["data"] = language_model(), sequences(4)
 
 
 def _accelerate(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
@@ -157,7 +155,7 @@ def _run(section: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
     return names
 
 
-def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_code_runs(capsys):
     names = _names()
     del names["tritonclip"]
 
@@ -183,12 +181,7 @@ def torchs_functions() -> Iterator[None]:
 # Of torch, about the hooks of Opacus where inputs need no gradient.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != TUTORIAL])
-def test_docs_code_runs(
-    section: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_docs_code_runs(section, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     names = _names()
     if section in SETTINGS:
@@ -198,9 +191,7 @@ def test_docs_code_runs(
 
 
 @pytest.mark.usefixtures("set_threads")
-def test_docs_tutorial_runs_and_clipping_helps_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docs_tutorial_runs_and_clipping_helps_as_it_says(tmp_path, monkeypatch):
     pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
     monkeypatch.chdir(tmp_path)
 
@@ -209,7 +200,7 @@ def test_docs_tutorial_runs_and_clipping_helps_as_it_says(
     assert max(without) + 0.1 < min(found)
 
 
-def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
+def test_docs_parameter_groups_are_clipped_by_their_rules():
     names = _run("optimizer-parameter-groups")
     critic = names["critic"]
     for part in vars(critic).values():
@@ -223,7 +214,7 @@ def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
-def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped() -> None:
+def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped():
     names = _run("recipes-muon-and-other-matrix-optimizers")
     model = names["model"]
     for optimizer in (names["adamw"], names["optimizer"]):
@@ -236,7 +227,7 @@ def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped() -> N
         assert float(optimizer.stats.last_norm) == 5.0
 
 
-def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level() -> None:
+def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level():
     """Norms about 400, where a bound of 100 would leave out every step, then about 4."""
     names = _run("recipes-reinforcement-learning")
     optimizer, (weight, bias) = names["optimizer"], names["model"].parameters()
@@ -253,14 +244,14 @@ def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_is_found(page: Path) -> None:
+def test_every_python_block_is_found(page):
     text = page.read_text()
 
     assert len(BLOCK.findall(text)) == text.count("```python")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     for path, anchor in LINK.findall(page.read_text()):
         target = page.parent / path if path else page
         assert target.exists(), path
@@ -269,7 +260,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["architecture", "decisions"])
-def test_page_names_files_that_exist(page: str) -> None:
+def test_page_names_files_that_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     folders = ("tritonclip", "kernels", "native", "docs", "tests", "tools", "bench")
     files = [
@@ -281,7 +272,7 @@ def test_page_names_files_that_exist(page: str) -> None:
     assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
 
 
-def test_imports_point_down_the_list_of_folders() -> None:
+def test_imports_point_down_the_list_of_folders():
     """Also imports within functions, and for types alone."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     cells = re.findall(r"^\| (`.*?`) \|", page.partition("\n## Layout\n")[2], re.MULTILINE)
@@ -301,7 +292,7 @@ def test_imports_point_down_the_list_of_folders() -> None:
                     assert level[room] >= level[name], f"{file}:{node.lineno} imports {path}"
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "api.rst").read_text()
     listed = set(re.findall(r"^   ([\w.]+)$", text, flags=re.MULTILINE))
     names = {*tritonclip.__all__, *tritonclip.functional.__all__} - {"functional"}
@@ -313,7 +304,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert listed == names
 
 
-def test_performance_summary_has_the_results_of_its_pages() -> None:
+def test_performance_summary_has_the_results_of_its_pages():
     summary = ROOT / "docs" / "performance.md"
     rows = [line for line in summary.read_text().splitlines() if line.startswith("|")]
 
@@ -327,7 +318,7 @@ def test_performance_summary_has_the_results_of_its_pages() -> None:
     assert compared >= 14
 
 
-def test_pages_say_to_install_from_the_address_of_the_project() -> None:
+def test_pages_say_to_install_from_the_address_of_the_project():
     address = re.search(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
 
     assert address is not None
@@ -336,7 +327,7 @@ def test_pages_say_to_install_from_the_address_of_the_project() -> None:
         assert found == {address[1]}, page
 
 
-def test_readme_stays_short() -> None:
+def test_readme_stays_short():
     text = README.read_text()
 
     assert len(text.splitlines()) <= 150
@@ -348,7 +339,7 @@ def test_readme_stays_short() -> None:
     assert max(map(len, text.splitlines())) < 300
 
 
-def test_workflow_builds_the_site_as_read_the_docs_does() -> None:
+def test_workflow_builds_the_site_as_read_the_docs_does():
     if not (ROOT / ".readthedocs.yaml").exists():
         pytest.skip("an archive has no settings of services")
     settings = (ROOT / ".readthedocs.yaml").read_text()
@@ -361,7 +352,7 @@ def test_workflow_builds_the_site_as_read_the_docs_does() -> None:
         assert f"- run: {command}" in workflow
 
 
-def test_pre_commit_runs_the_pinned_ruff() -> None:
+def test_pre_commit_runs_the_pinned_ruff():
     if not (ROOT / ".pre-commit-config.yaml").exists():
         pytest.skip("an archive has no settings of git")
     pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import tritonclip
 from helpers import histories
 from helpers.cases import (
     INTERPRETED,
+    CalledFunctions,
     NoHostRead,
     grad_of,
     no_sync,
@@ -274,19 +274,6 @@ def test_a_subclass_that_writes_advance_anew_is_asked_on_every_backend(device):
         assert clip_one(1.0, rule, device, state=state) == pytest.approx(0.1, rel=RELATIVE)
 
 
-class Functions(TorchFunctionMode):
-    """Lists the functions of torch that are called; attributes are no functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if (name := function.__name__) != "__get__":
-            self.called.append(name)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("rule", ADAPTIVE)
 def test_an_adaptive_limit_calls_no_more_of_torch_on_a_cpu_than_a_fixed_one(rule):
     with tritonclip.use_backend("native"):
@@ -295,9 +282,9 @@ def test_an_adaptive_limit_calls_no_more_of_torch_on_a_cpu_than_a_fixed_one(rule
         for each in (fixed, rule):
             state, weights = ClipState(), parameters([of_norm(1.0), of_norm(2.0)])
             for _ in range(15):
-                with Functions() as functions:
+                with CalledFunctions() as functions:
                     tritonclip.clip_(weights, each, state=state)
-            called.append(functions.called)
+            called.append(functions.names)
     # Measured norms are read once more, and limits of gradients are handed over in a tensor.
     allowed = {"frombuffer": 2, "tolist": 2, "detach": 1, "contiguous": 1}
     more = Counter(called[1]) - Counter(called[0])
