@@ -195,7 +195,8 @@ def test_trials_that_are_too_short_to_tell_are_said_to_be(losses, n_telling):
         assert not said
         return
     few = "only 1" if n_telling else "none"
-    assert f"first 40 steps, the loss changed clearly with {few} of 4 candidates, so that" in said
+    steps = "in the first 40 steps"
+    assert f"{steps}, the loss changed clearly with {few} of 4 candidates, so that" in said
     assert said.endswith("Ask again with steps=720.")
 
 

@@ -170,7 +170,7 @@ def test_optimizer_of_the_user_is_wrapped(tmp_path):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
     given: Any = {"train_dataset": sequences(STEPS), "optimizers": (inner, scheduler)}
-    trainer = ClippingTrainer(model, arguments_of(tmp_path, **LOGGED), clip=MAX_NORM, **given)
+    trainer = ClippingTrainer(model, arguments_of(tmp_path), clip=MAX_NORM, **given)
 
     trainer.train()
 
@@ -193,9 +193,7 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
 
 
 def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    trainer = ClippingTrainer(
-        language_model(), arguments_of(tmp_path, **LOGGED), clip=1.0, recorder="ours"
-    )
+    trainer = ClippingTrainer(language_model(), arguments_of(tmp_path), clip=1.0, recorder="ours")
 
     trainer.create_optimizer()
 
@@ -253,9 +251,7 @@ def test_wrapped_optimizers_are_refused(tmp_path):
     wrapped = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
 
     with pytest.raises(ValueError, match="optimizers= has a ClippedOptimizer"):
-        ClippingTrainer(
-            model, arguments_of(tmp_path, **LOGGED), optimizers=(wrapped, None), clip=1.0
-        )
+        ClippingTrainer(model, arguments_of(tmp_path), optimizers=(wrapped, None), clip=1.0)
 
 
 def test_marks_on_modules_are_refused(tmp_path):
@@ -269,7 +265,7 @@ def test_marks_on_modules_are_refused(tmp_path):
 @pytest.mark.parametrize("kind", [ClippingTrainer, ClippingWithDeepSpeed])
 def test_trainer_without_a_clip_says_what_to_write(tmp_path, kind):
     with pytest.raises(TypeError, match=r"missing a required .*: 'clip'; .* \.\.\., clip=1\.0\)"):
-        kind(model=language_model(), args=arguments_of(tmp_path, **LOGGED))
+        kind(model=language_model(), args=arguments_of(tmp_path))
 
 
 def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):

@@ -39,7 +39,8 @@ def test_json_lines_are_strict_json(path):
     assert [row["norm"] for row in rows] == ["NaN", "Infinity", 1.5]
     first = {"run": 1, "step": 1, "norm": "NaN", "skipped": False}
     assert rows[0] == dict.fromkeys(COLUMNS) | first
-    assert read(path).norms.tolist() == pytest.approx([math.nan, math.inf, 1.5], nan_ok=True, rel=0)
+    norms = read(path).norms.tolist()
+    assert norms == pytest.approx([math.nan, math.inf, 1.5], rel=0, abs=0, nan_ok=True)
 
 
 @hypothesis.given(

@@ -223,21 +223,22 @@ def test_main_refuses_bad_arguments(example, arguments, message, refusal):
     assert message in refusal(example.main, arguments)
 
 
+RATE = "--learning-rate"
+
+
 @pytest.mark.parametrize(
     ("example", "option", "value", "message"),
     [
         (train_rnn, "--steps", "0", "--steps must be at least 1, got 0"),
         (train_rnn, "--steps", "many", "invalid int value: 'many'"),
-        (train_transformer, "--learning-rate", "0", "must be in (0, 10], got 0"),
-        (train_transformer, "--learning-rate", "nan", "must be in (0, 10], got nan"),
-        (train_transformer, "--learning-rate", "much", "invalid float value: 'much'"),
+        (train_transformer, RATE, "0", f"{RATE} must be in (0, 10], got 0"),
+        (train_transformer, RATE, "nan", f"{RATE} must be in (0, 10], got nan"),
+        (train_transformer, RATE, "much", "invalid float value: 'much'"),
     ],
     ids=["no-steps", "steps-word", "no-rate", "rate-nan", "rate-word"],
 )
 def test_main_refuses_bad_numbers(example, option, value, message, refusal):
-    said = refusal(example.main, [option, value])
-    assert option in said
-    assert message in said
+    assert message in refusal(example.main, [option, value])
 
 
 def digits(accuracy: float) -> train_rnn.History:
