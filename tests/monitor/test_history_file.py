@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -261,15 +262,16 @@ def test_rows_stay_until_they_can_be_written(path, monkeypatch):
     recorder.add_(2.0)
     whole = Path.open
 
-    def open_full(self: Path, *args: Any, **kwargs: Any) -> Any:
-        file = whole(self, *args, **kwargs)
+    @contextlib.contextmanager
+    def open_full(*args: Any, **kwargs: Any) -> Any:
+        with whole(*args, **kwargs) as file:
 
-        def write(data: memoryview) -> Any:
-            if len(data) < 6:
-                raise OSError(28, "No space left on device")
-            return file.write(data[:-3])
+            def write(data: memoryview) -> Any:
+                if len(data) < 6:
+                    raise OSError(28, "No space left on device")
+                return file.write(data[:-3])
 
-        return _File(file, write)
+            yield SimpleNamespace(seek=file.seek, truncate=file.truncate, write=write)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", open_full)
@@ -278,19 +280,6 @@ def test_rows_stay_until_they_can_be_written(path, monkeypatch):
     assert len(read(path)) == 1
     recorder.close()
     assert read(path).norms.tolist() == [1.0, 2.0]
-
-
-class _File(SimpleNamespace):
-    """A file whose `write` is another one."""
-
-    def __init__(self, file: Any, write: Any) -> None:
-        super().__init__(seek=file.seek, truncate=file.truncate, write=write, close=file.close)
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def test_a_new_recorder_of_a_file_closes_the_old_one(path):
