@@ -98,12 +98,6 @@ def test_record_without_append_refuses_a_file_with_steps(path, closed):
     assert read(path).norms.tolist() == [1.0]
 
 
-@pytest.mark.parametrize("append", ["yes", 0])
-def test_record_refuses_an_append_that_is_no_answer(path, append):
-    with pytest.raises(TypeError, match=f"append must be True, False or None, got {append!r}"):
-        tritonclip.record(path, append=append)
-
-
 def test_record_resumes_after_an_earlier_checkpoint(path):
     with tritonclip.record(path) as recorder:
         for step in range(3):

@@ -66,17 +66,26 @@ def test_clip_and_record_together(path):
 
 
 @pytest.mark.parametrize(
-    ("every", "error"),
-    [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)],
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be"),
+        ({"every": -1}, ValueError, "every must be"),
+        ({"every": 1.5}, TypeError, "every must be"),
+        ({"every": True}, TypeError, "every must be"),
+        ({"every": None}, TypeError, "every must be"),
+        ({"write": "rank 0"}, TypeError, "write must be True, False or None, got 'rank 0'"),
+        ({"append": "yes"}, TypeError, "append must be True, False or None, got 'yes'"),
+        ({"append": 0}, TypeError, "append must be True, False or None, got 0"),
+        ({"each": "all"}, TypeError, "each must be True or False"),
+        ({"each": 2}, TypeError, "each must be True or False"),
+        ({"each": True, "statistics": "all"}, TypeError, "statistics must be True or False"),
+        ({"statistics": True}, ValueError, "pass each=True as well"),
+    ],
+    ids=str,
 )
-def test_record_refuses_wrong_numbers_of_steps(path, every, error):
-    with pytest.raises(error, match="every must be"):
-        tritonclip.record(path, every=every)
-
-
-def test_record_refuses_a_write_that_is_no_answer(path):
-    with pytest.raises(TypeError, match="write must be True, False or None, got 'rank 0'"):
-        tritonclip.record(path, write="rank 0")  # type: ignore[arg-type]
+def test_record_refuses_wrong_options(path, options, error, message):
+    with pytest.raises(error, match=message):
+        tritonclip.record(path, **options)
 
 
 DTENSOR: Any = torch.ones(())
@@ -265,13 +274,6 @@ def test_spike_score_is_unknown_where_nothing_is_written(path):
     assert recorder.spike_score != recorder.spike_score
 
 
-def test_statistics_are_added_to_the_norm_of_each(path):
-    with pytest.raises(TypeError, match="statistics must be True or False"):
-        tritonclip.record(path, each=True, statistics="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass each=True as well"):
-        tritonclip.record(path, statistics=True)
-
-
 def test_statistics_are_unknown_where_a_loop_adds_norms(path):
     with tritonclip.record(path, each=True, statistics=True) as recorder:
         recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
@@ -292,9 +294,3 @@ def test_a_file_keeps_its_columns_of_statistics(path, before):
     with tritonclip.record(path, each=True, statistics=before, append=True) as recorder:
         recorder.add_(5.0, norms={"a": 4.0})
         assert recorder.steps == 2
-
-
-@pytest.mark.parametrize("each", ["all", 2])
-def test_each_is_true_or_false(path, each):
-    with pytest.raises(TypeError, match="each must be True or False"):
-        tritonclip.record(path, each=each)
