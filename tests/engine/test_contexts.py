@@ -221,12 +221,10 @@ def test_more_lists_than_are_kept_are_clipped_in_turn(device, rule):
         arena.clip(rule)
 
 
-WHILE = pytest.mark.skipif(
-    INTERPRETED, reason="a launch of the interpreter is hundreds of operators"
-)
+FEW_OPERATORS = pytest.mark.skipif(INTERPRETED, reason="a launch is hundreds of operators here")
 
 
-@WHILE
+@FEW_OPERATORS
 @pytest.mark.parametrize("dtypes", LISTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
@@ -246,7 +244,7 @@ def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
         assert mode.calls > 0
 
 
-@WHILE
+@FEW_OPERATORS
 @pytest.mark.parametrize(
     ("arena", "dtypes"),
     [(Arena, torch.float32), (Arena, MIXED), (FlatArena, torch.float32)],

@@ -144,7 +144,10 @@ def clipped(grads: Sequence[Tensor], rule: Any) -> tuple[Any, list[Tensor]]:
 
 
 def check_clip(grads: Sequence[Tensor], rule: Any, params: Any = None, **options: Any) -> Any:
-    """A call on gradients, or on parameters that have them, is right in all; what it measured."""
+    """Norms are right, and gradients are those of the formula; returns what was measured.
+
+    `params` have these gradients; by default, parameters made for them.
+    """
     rule = rule if hasattr(rule, "per_gradient") else ClipByGlobalNorm(rule)
     before, scale = copies(grads), options.get("grad_scale")
     given = parameters(grads) if params is None else params

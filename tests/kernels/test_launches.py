@@ -32,7 +32,6 @@ from tritonclip import (
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
-
 TABLES = kernel_module("tables")
 
 
@@ -52,8 +51,6 @@ def of_dtypes(device):
 
 GLOBAL = ["norm_kernel", "scale_kernel"]
 EACH = ["norm_kernel", "scale_each_kernel"]
-
-
 VALUE = ["clamp_kernel"]
 # Limits that the gradients are far beyond, and limits that they are far within.
 RULES = [
