@@ -1,15 +1,16 @@
-"""Products of tensors and coefficients, in new memory."""
+"""Products of tensors and coefficients, in new memory; derivatives as for norms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.interface import arithmetic_of
-from tritonclip.backends.operators import ARITHMETIC
+from tritonclip.backends.operators import ARITHMETIC, wide_dtype
 from tritonclip.engine import execute
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.norms import is_readable, list_of, needs_grad
@@ -53,9 +54,34 @@ def _scaled_pairs(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]
 def _scaled_one(x: Tensor, coefficient: Coefficient) -> Tensor:
     if not isinstance(coefficient, Tensor):
         return _times(x, coefficient)
-    if not is_readable([x]) or needs_grad([x, coefficient]):
+    if not is_readable([x]):
         return formulas.product_of(x, coefficient)
+    if needs_grad([x, coefficient]):
+        product: Tensor = _Product.apply(x, coefficient)  # type: ignore[no-untyped-call]
+        return product
     return _product(x, coefficient)
+
+
+class _Product(torch.autograd.Function):
+    """Keeps a tensor for backward, and no float64 copy of it, as the formula would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coefficient: Tensor) -> Tensor:
+        ctx.save_for_backward(x, coefficient)
+        return _product(x, coefficient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, coefficient = ctx.saved_tensors
+        of_x, of_coefficient = None, None
+        if ctx.needs_input_grad[0]:
+            # By operators that torch can batch, as for is_grads_batched=True.
+            of_x = formulas.product_of(grad, coefficient)
+        if ctx.needs_input_grad[1]:
+            wide = wide_dtype(x.device)
+            total = (grad.to(wide) * x.to(wide)).sum_to_size(coefficient.shape)
+            of_coefficient = total.to(coefficient.device)
+        return of_x, of_coefficient
 
 
 def _product(x: Tensor, coefficient: Tensor) -> Tensor:
