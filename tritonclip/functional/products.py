@@ -21,7 +21,10 @@ Coefficient = float | Tensor
 
 
 def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
-    """New tensors, each times its coefficient, or all times one; tensors are in the wide dtype."""
+    """New tensors, each times its coefficient, or all times one.
+
+    A coefficient is a number, or in a wide dtype, 0-d or of as many dimensions as the tensor.
+    """
     numbers = [c for c in coefficients if not isinstance(c, Tensor)]
     if len(numbers) == len(coefficients):
         products = c_loops.scaled(list(tensors), numbers[0] if len(numbers) == 1 else numbers)
