@@ -164,7 +164,11 @@ VALUES: list[tuple[Callable[[], object], str]] = [
         "clip_(parameters, ClipByValue(-0.5, 0.5))",
     ),
     (lambda: ClipByQuantile(90), "must lie between 0 and 1, got 90.0; write 0.9 for 90%"),
-    (lambda: ClipByUnitNorm(exclude="head"), "of type str; write exclude=model.head"),  # type: ignore[arg-type]
+    (
+        lambda: ClipByUnitNorm(exclude="head"),  # type: ignore[arg-type]
+        "got 'head' of type str at position 0; write exclude=model.head, or "
+        "exclude=model.head.parameters()",
+    ),
 ]
 
 

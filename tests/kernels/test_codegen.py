@@ -189,8 +189,11 @@ class Binary:
         return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
 
 
-def _record(case: Case, hip: bool) -> Launch:
-    """The launch of a verb on a device with one multiprocessor and more chunks than programs."""
+def _record(case: Case, hip: bool) -> tuple[Launch, dict[str, Any]]:
+    """The launch of a verb on a device with one multiprocessor and more chunks than programs.
+
+    And its options, which are others on AMD's.
+    """
     launches = []
 
     def record(kernel, device, programs, occupancy, arguments, **constants):
@@ -203,7 +206,7 @@ def _record(case: Case, hip: bool) -> Launch:
         n = 16 * kernel_module("access").CHUNK
         table = kernel_module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
         (VERBS | SINGLE)[case.verb].launch(table, case.p, case.variant)
-    return launches[0]
+        return launches[0], kernel_module("launch").options_of(launches[0].occupancy)
 
 
 def _source(launch: Launch) -> Any:
@@ -252,8 +255,7 @@ def binary(request, no_linker, tmp_path_factory):
 
     case = request.param
     target = GPUTarget(*TARGETS[case.target])
-    launch = _record(case, hip=target.backend == "hip")
-    options = kernel_module("launch").options_of(launch.occupancy)
+    launch, options = _record(case, hip=target.backend == "hip")
     compiled = triton.compile(_source(launch), target=target, options=options)
 
     sass = resources = ""

@@ -186,9 +186,24 @@ class NativeBatch:
         return torch.frombuffer(results, dtype=self.dtype)
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        total = combine_numbers(_as_numbers(norms), clip.norm_type)
-        results, coefficient = self._scale_([total], clip)
-        return torch.scalar_tensor(results[0], dtype=self.dtype, device=_CPU), coefficient
+        numbers = norms if isinstance(norms, list) else norms.tolist()
+        total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
+        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
+        rounded = c_double if wide else c_float
+        # A count of elements carries no loss scale.
+        measured = rounded(total / scale if clip.norm_type else total).value
+        norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
+        if clip.erase and not math.isfinite(measured):
+            torch._foreach_zero_(self.tensors)
+            return norm, 0.0
+        _, coefficient = loops.coefficients([measured], float(clip.limit), clip.eps, wide)
+        factor = coefficient
+        if scale != 1:
+            factor = rounded(coefficient / rounded(scale).value).value
+        if factor != 1:
+            increment_version(self.tensors)
+            loops.multiply_(*self._list, factor)
+        return norm, coefficient
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
@@ -203,32 +218,28 @@ class NativeBatch:
         return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        results, least = self._scale_(_as_numbers(norms), clip)
-        return self._as_tensor(results), least
-
-    def _scale_(self, norms: list[float], clip: Clip) -> tuple[array[float], float]:
-        """Multiplies by numbers: by that of the only norm, or each gradient by that of its own."""
+        numbers = norms if isinstance(norms, list) else norms.tolist()
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        results = results_of(norms, clip.norm_type, scale, self.dtype)
-        if not math.isfinite(results[0]) if clip.erase is True else clip.erase:
+        unscaled = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
+        norm = self._as_tensor(results_of(unscaled, clip.norm_type, 1.0, self.dtype))
+        if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.tensors)
-            return results, 0.0
+            return norm, 0.0
         limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
-        coefficients, least = loops.coefficients(results.tolist(), limit, clip.eps, wide)
+        coefficients, least = loops.coefficients(unscaled, limit, clip.eps, wide)
         factors = coefficients
         if scale != 1:
             rounded = c_double if wide else c_float
             divisor = rounded(scale).value
             factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
-        n_ones, changed = factors.count(1.0), self.tensors
-        if n_ones == len(factors):
-            return results, least
-        if n_ones:
+        elif least == 1:
+            return norm, least
+        changed = self.tensors
+        if 1.0 in factors:
             changed = [t for t, f in zip(changed, factors, strict=True) if f != 1]
         increment_version(changed)
-        is_each = len(factors) == len(self.tensors)
-        loops.multiply_(*self._list, factors if is_each else factors[0])
-        return results, least
+        loops.multiply_(*self._list, factors)
+        return norm, least
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, and writes none where all are within the bounds."""

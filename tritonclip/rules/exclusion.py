@@ -66,7 +66,7 @@ def as_excluded(_: str, exclude: object) -> Excluded:
         return exclude
     if exclude is None:
         exclude = ()
-    if isinstance(exclude, (Module, Tensor)):
+    if isinstance(exclude, (Module, Tensor, str)):
         exclude = [exclude]
     items = list(exclude)  # type: ignore[call-overload]  # Python refuses what is no iterable
     if not items and isinstance(exclude, Iterator):
