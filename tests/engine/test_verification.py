@@ -48,7 +48,7 @@ def named(grads):
 @contextmanager
 def wrong(match=None):
     """Verification finds what is wrong inside."""
-    with tritonclip.verify(), pytest.raises(VerificationError, match=match) as caught:
+    with pytest.raises(VerificationError, match=match) as caught, tritonclip.verify():
         yield caught
 
 
