@@ -181,7 +181,7 @@ def test_loss_scale_is_checked_as_that_of_clip(scale, error, message):
 
 @pytest.mark.parametrize("n", [1, 3, 100])
 def test_limit_of_zero_gives_a_coefficient_of_zero(n):
-    params = parameters([torch.ones(2)] * n)
+    params = parameters(torch.ones(2) for _ in range(n))
     optimizer = ClippedOptimizer(SGD(params, lr=1.0), ClipByNorm(0.0))
     optimizer.step()
     assert optimizer.stats.last_coefficient == 0
