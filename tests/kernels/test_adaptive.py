@@ -370,11 +370,11 @@ def test_clip_interrupted_leaves_a_state_of_before_or_after(backend, rule):
         pytest.skip("tests/engine/test_interrupts.py has the host")
     grads = [of_norm(3.0).to(backend.device), of_norm(1.0).to(backend.device)]
     saved, n, left = ClipState(), 1, []
-    tritonclip.clip_(parameters([grad.clone() for grad in grads]), rule, state=saved)
+    tritonclip.clip_(same_parameters([grad.clone() for grad in grads]), rule, state=saved)
     before, ended = values_of(saved), False
     while not ended:
         state = copy_of(saved)
-        weights = parameters([grad.clone() for grad in grads])
+        weights = same_parameters([grad.clone() for grad in grads])
         interrupt = InterruptAtBytecode(n, "/tritonclip/rules/", "/tritonclip/backends/")
         with suppress(KeyboardInterrupt), interrupt:
             tritonclip.clip_(weights, rule, state=state)
