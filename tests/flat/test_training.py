@@ -57,11 +57,15 @@ def flat_of(optimizer: ClippedOptimizer) -> FlatGradients:
 
 
 def trained(loss: Any = torch.sum, *, outside: bool = False, **options: Any) -> Any:
-    """A model after one backward, its bias that may be left out, and its optimizer."""
+    """A model after one backward, its bias, and its optimizer.
+
+    With `outside`, FlatGradients leave out that bias, and a frozen one.
+    """
     model: Any = model_of()
     bias = model[0].bias
     if outside:
         bias.need_clip = False
+        model[2].bias.requires_grad_(False)
     optimizer = optimizer_of(model, **{"rule": 1.0} | options)
     loss(model(torch.ones(4, 6))).backward()
     return model, bias, optimizer
