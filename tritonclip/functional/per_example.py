@@ -447,6 +447,8 @@ def _fault_of_total(total: Tensor, x: Tensor) -> str:
             f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex, "
             "and none of float8"
         )
+    if total.requires_grad:
+        return "requires a gradient, so it cannot be written in place; expected a plain buffer"
     if total.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in inference mode; expected a tensor made outside of it"
     if has_overlap(total):
