@@ -107,6 +107,14 @@ def test_float8_has_a_derivative():
     assert grad_of(x).tolist() == [0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", F8, ids=str)
+@pytest.mark.parametrize("bound", [0.1, 0.3, torch.tensor(0.3)], ids=str)
+def test_float8_on_the_rounded_bound_has_the_mean_of_both_derivatives(dtype, bound):
+    x = torch.full((3,), float(bound)).to(dtype).requires_grad_()
+    functional.clip_by_value(x, max=bound).float().sum().backward()
+    assert grad_of(x).tolist() == [0.5, 0.5, 0.5]
+
+
 DTYPES = [torch.float16, torch.float32, torch.float64, torch.bfloat16]
 DTYPES += [torch.int16, torch.int32, torch.int64, torch.uint8]
 

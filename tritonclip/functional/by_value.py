@@ -164,8 +164,7 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
 def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
     """As `torch.clamp`, but on a bound with the mean of the derivatives of both sides."""
     if (wide := _comparable(x)) is not x:
-        numbers = (b if isinstance(b, Tensor) else _within(b, x.dtype) for b in (low, high))
-        return clamped(wide, *numbers).to(x.dtype)
+        return clamped(wide, _rounded(low, x), _rounded(high, x)).to(x.dtype)
     least, most = _as_tensor("min", low, x), _as_tensor("max", high, x)
     if least is None:
         return x.clone() if most is None else torch.minimum(x, most)
@@ -174,6 +173,17 @@ def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) 
         return y
     # Between equal bounds nothing moves; NaN stays.
     return torch.where((least == most) & (x == x), most, torch.minimum(y, most))
+
+
+def _rounded(bound: float | Tensor | None, x: Tensor) -> Tensor | None:
+    """A bound as float32 that the float8 dtype of `x` holds: elements are on it or beside it."""
+    if not isinstance(bound, Tensor):
+        number = _within(bound, x.dtype)
+        return None if number is None else filled(number, x.dtype, x.device).float()
+    wide = bound.to(x.device, torch.float32)
+    rounded = wide.to(x.dtype).float()
+    # float8 may have NaN where other dtypes have inf.
+    return torch.where(rounded.isnan(), wide, rounded)
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:
