@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import importlib
 import math
+import operator
 import os
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -339,12 +340,13 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
 def _object_of(target: str) -> Any:
     """The object that MODULE:NAME says; the module may lie in the current folder."""
     module, _, name = target.partition(":")
-    if not name or "/" in module or module.endswith(".py"):
+    if not (module and name) or "/" in module or module.endswith(".py"):
         raise ValueError(f"expected MODULE:NAME, as in package.mymodule:make, got {target!r}")
     folder = str(Path.cwd())
     if not {"", folder} & set(sys.path):
         sys.path.insert(0, folder)
-    return pkgutil.resolve_name(target)
+    # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
+    return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def find(chosen: argparse.Namespace) -> int:

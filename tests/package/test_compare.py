@@ -113,6 +113,11 @@ def test_commands_of_the_page_run_on_its_module(run, tmp_path, line):
     assert ("bfloat16" in line) == ("elements, bfloat16\n" in printed.out)
 
 
+def test_the_file_of_a_module_may_have_a_name_that_is_none_in_python(run, tmp_path):
+    (tmp_path / "train-gpt.py").write_text(SOURCE)
+    assert "2 with 10 elements" in run("train-gpt:make_model").out
+
+
 # The target, options, and what the error says.
 REFUSED: dict[str, tuple[list[str], str]] = {
     "no colon": (["mymodule"], "expected MODULE:NAME, as in package.mymodule:make, got 'mymodule'"),
@@ -120,7 +125,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no module": (["mymodul:make_model"], "ModuleNotFoundError: No module named 'mymodul'"),
     "no package": (["models.small:make"], "ModuleNotFoundError: No module named 'models'"),
     "a path": (["src/mymodule.py:make_model"], "expected MODULE:NAME, as in package.mymodule:make"),
-    "a dot": ([".mymodule:make_model"], "ValueError: invalid format: '.mymodule:make_model'"),
+    "a dot": ([".mymodule:make_model"], "relative import for '.mymodule'"),
     "no attribute": (["mymodule:nothing"], "module 'mymodule' has no attribute 'nothing'"),
     "number": (["mymodule:number"], "mymodule:number: expected a torch.nn.Module, or (module, "),
     "three": (["mymodule:three"], "returns the loss, got (Linear("),
