@@ -136,7 +136,9 @@ def _clamped_by_numbers(x: Tensor, least: float | None, most: float | None) -> T
     """In one pass, by an operator whose derivative on a bound is 1."""
     if least is None and most is None:
         return x.clone()
-    return torch.clamp(_comparable(x), least, most).to(x.dtype)
+    wide = _comparable(x)
+    y = torch.clamp(wide, least, most)
+    return y if wide is x else y.to(x.dtype)
 
 
 def _comparable(x: Tensor) -> Tensor:
