@@ -68,7 +68,9 @@ def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | N
     device, workload, dtype, rule, _ = case
     known, asked = module.PROVIDERS, option.provider
     if known is IN_PLACE:
-        known = [*known, *FRAMEWORKS] if option.plan == "frameworks" else known
+        # No backward pass makes the arrays of other frameworks.
+        if option.plan == "frameworks" or (asked and option.plan != "training"):
+            known = [*known, *FRAMEWORKS]
         known = [one for one in known if not asked or one.name in ("tritonclip", *asked)]
     why = {one: one.why_absent(WORKLOADS[workload], dtype, device) for one in known}
     return {one: reason for one, reason in why.items() if rule in one.rules}

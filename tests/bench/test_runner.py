@@ -122,13 +122,15 @@ def test_interrupted_run_keeps_its_rows_and_says_so(tmp_path):
     assert "Over all 2 cases" in done.stdout
 
 
-def test_providers_are_those_that_were_asked_for_and_frameworks_in_their_plan():
+def test_frameworks_are_providers_where_asked_for_and_in_their_plan():
     def names(plan, *asked, module=clips):
         option = SimpleNamespace(plan=plan, provider=asked)
         known = conftest.providers_of(option, module, "cpu", "lenet5", "float32", "norm", "clipped")
         return [one.name for one in known]
 
     assert names("quick", "torch") == ["tritonclip", "torch"]
+    assert names("quick", "optax") == ["tritonclip", "optax"]
+    assert names("training", "optax") == ["tritonclip"]
     assert names("training") == [one.name for one in IN_PLACE]
     assert names("frameworks") == [one.name for one in (*IN_PLACE, *FRAMEWORKS)]
     assert names("full", module=functions) == [one.name for one in OUT_OF_PLACE]
