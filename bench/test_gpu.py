@@ -2,7 +2,8 @@
 
 Host time is from the call to its return: warm, the mean of a burst of calls, and cold, of one call
 after the caches of the processor were swept. Wall time is until the GPU is done. Times on the GPU
-alone are between two events. In rows of `bytes`, a copy of as many stands beside the bandwidth.
+alone are between two events. `test_copy` has the bandwidth beside which those of rows with `bytes`
+stand.
 """
 
 from __future__ import annotations
