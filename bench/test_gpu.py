@@ -212,18 +212,14 @@ def test_step(row: Any, feature: str) -> None:
     row([figures["warm_us"]], launches=n, **figures)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of compiled kernels, empty at first."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("process", ["cold", "with binaries on disk"])
-def test_first_call(row: Any, process: str, cache: Path) -> None:
+def test_first_call(row: Any, process: str, tmp_path: Path) -> None:
     """Host time of the first call of a process, in parts."""
     command = [sys.executable, "-c", TIME_PARTS, json.dumps(FIRST_CALL)]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    seconds = json.loads(subprocess.check_output(command, env=environment, timeout=60))
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    for _ in range(1 if process == "cold" else 2):
+        output = subprocess.check_output(command, env=environment, timeout=60)
+    seconds = json.loads(output)
     row([seconds["first call"] * 1e6], parts_s=seconds)
 
 
