@@ -93,17 +93,9 @@ def record(
         `state_dict()`; without it, rows are appended as another run, with step numbers that
         continue. docs/choosing_max_norm.md has all columns.
     """
-    for name, choice in (("write", write), ("append", append)):
-        if not (choice is None or isinstance(choice, bool)):
-            raise TypeError(f"{name} must be True, False or None, got {choice!r}")
-    if as_flag("statistics", statistics) and not each:
-        raise ValueError(
-            "statistics=True adds to the norm of each parameter, got each=False; pass each=True as "
-            "well"
-        )
-    every, each = as_count("every", every, 1), as_flag("each", each)
-    # Absolute: the program may change its folder.
-    recorder = Recorder(Path(path).absolute(), every, each, statistics, write, append)
+    recorder = Recorder(
+        path, every=every, each=each, statistics=statistics, write=write, append=append
+    )
     if append is None and recorder.steps:
         warnings.warn(
             f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
@@ -146,15 +138,31 @@ class Recorder:
 
     def __init__(
         self,
-        path: Path,
-        every: int,
-        each: bool,
-        statistics: bool,
-        write: bool | None,
-        append: bool | None,
+        path: str | os.PathLike[str],
+        *,
+        every: int = 100,
+        each: bool = False,
+        statistics: bool = False,
+        write: bool | None = None,
+        append: bool | None = None,
     ) -> None:
-        self.path, self.every, self.each, self.statistics = path, every, each, statistics
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"path must be that of a .csv or .jsonl file, such as 'run.csv', got {path!r:.80}"
+            )
+        for name, choice in (("write", write), ("append", append)):
+            if not (choice is None or isinstance(choice, bool)):
+                raise TypeError(f"{name} must be True, False or None, got {choice!r}")
+        self.every = as_count("every", every, 1)
+        self.each, self.statistics = as_flag("each", each), as_flag("statistics", statistics)
+        if statistics and not each:
+            raise ValueError(
+                "statistics=True adds to the norm of each parameter, got each=False; "
+                "pass each=True as well"
+            )
         self._write = _rank_decides() if write is None else write
+        # Absolute: the program may change its folder.
+        self.path = Path(path).absolute()
         # For a process that does not write, the folder may be on another machine.
         file = HistoryFile(self.path, find=self._write is not False)
         writer = _open.get(self.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,8 @@ class RuleStates:
         # By id: a parameter, which stays alive, and the row of its history in every state.
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._n_rows = 0
+        # Whether the rows of all groups' parameters are all rows in order.
+        self._in_order = False
 
     def resume(self, groups: Groups) -> None:
         """Goes on with groups whose positions are those of a checkpoint or a copy."""
@@ -36,10 +38,16 @@ class RuleStates:
         if self._states:
             self.locate(groups)
 
-    def locate(self, groups: Groups) -> None:
-        """Finds groups and parameters where they stand now; new ones may replace those before."""
+    def locate(self, groups: Groups, *, each: bool = True) -> None:
+        """Finds groups and parameters where they stand now; new ones may replace those before.
+
+        Without `each`, parameters of groups that have not changed are not looked at.
+        """
+        is_same = self._groups is not None and are_same(self._groups, groups)
+        if is_same and not each:
+            return
         ids = [list(map(id, group["params"])) for group in groups]
-        if ids == self._ids and self._groups is not None and are_same(self._groups, groups):
+        if is_same and ids == self._ids:
             return
         before = self._indices_before(groups)
         owners = {
@@ -84,11 +92,19 @@ class RuleStates:
                     row, self._n_rows = self._n_rows, self._n_rows + 1
                 numbered[id(parameter)] = parameter, row
         self._rows = numbered
+        found = [numbered[id(p)][1] for group in groups for p in group["params"]]
+        self._in_order = found == list(range(self._n_rows))
 
-    def rows(self, parameters: Iterable[Tensor]) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters that were met, None for all in order; and the number of all."""
-        rows = [self._rows[id(parameter)][1] for parameter in parameters]
-        return None if rows == list(range(self._n_rows)) else rows, self._n_rows
+    def rows(
+        self, parameters: Sequence[Tensor], *, grouped: bool = True
+    ) -> tuple[Sequence[int] | None, int]:
+        """The rows of parameters that were met, None for all in order; and the number of all.
+
+        `grouped`: they stand in the order of their groups.
+        """
+        if grouped and self._in_order and len(parameters) == self._n_rows:
+            return None, self._n_rows
+        return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule of a group, None for the wrapper's, bound to its state for the next step."""

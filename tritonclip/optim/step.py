@@ -60,6 +60,7 @@ from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
 from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.arguments import saved_count
+from tritonclip.rules.rule import Adaptive
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +262,9 @@ class Step:
     def _bind(self, group: ClipGroup) -> Rule:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
-        self.states.locate(self.param_groups)
+        # A thousand parameters take 50 us.
+        each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
+        self.states.locate(self.param_groups, each=each)
         rows = self._rows_of(group)
         group.bound_rule = self.states.bind(group.index, group.rule, rows)
         group.rule = group.bound_rule
@@ -272,7 +275,7 @@ class Step:
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
         parameters = group.gradients.sources if group.flat is None else group.flat.parameters
         assert parameters is not None
-        return partial(self.states.rows, parameters)
+        return partial(self.states.rows, parameters, grouped=group.flat is None)
 
     def nonfinite(self) -> Flag:
         """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
