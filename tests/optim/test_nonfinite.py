@@ -309,7 +309,7 @@ def test_lbfgs_undoes_a_step_whose_later_evaluation_is_not_finite(policy, search
         with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[0\]"):
             optimizer.step(closure)
     else:
-        optimizer.step(closure)
+        assert optimizer.step(closure).item() == losses[0]
         stats["skipped_steps"] += 1
         stats["consecutive_skips"] += 1
     assert len(losses) == bad + 1
