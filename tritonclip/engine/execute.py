@@ -62,7 +62,7 @@ def clip_(
     `remedy` ends the message of nonfinite="error". With `keeps_scale`, for rules of one norm, the
     loss scale stays in the gradients.
     """
-    plan, norm = gradients.plan, None
+    plan, spec = gradients.plan, None
     if plan is None:
         gradients.check(rule)
         misuse.warn_of_nothing(gradients)
@@ -72,7 +72,7 @@ def clip_(
             gradients, rule, nonfinite, grad_scale, remedy=remedy, keeps_scale=keeps_scale
         )
     if not plan.ordinary:
-        norm = _check(gradients, rule)
+        spec = _check(gradients, rule)
     if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit
         keeps = keeps_scale and (isinstance(grad_scale, Tensor) or grad_scale != 1)
@@ -85,7 +85,7 @@ def clip_(
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
         norms = gradients.measure(
-            norm or rule.norm,
+            spec or rule.norm,
             1.0 if rule.clamps else grad_scale,
             names_culprits=nonfinite == "error",
         )
@@ -108,13 +108,13 @@ def _check(gradients: Gradients, rule: Rule) -> Norm:
     Where the rule has none, they wait for one of any order.
     """
     order = rule.norm_type
-    norm = Norm(order if type(order) is float else 2.0, rule.per_gradient)
+    spec = Norm(order if type(order) is float else 2.0, rule.per_gradient)
     try:
-        norm = rule.norm
+        spec = rule.norm
         gradients.check(rule)
     except Exception as error:
         gradients.reject_(error)
-    return norm
+    return spec
 
 
 def no_norm(gradients: Gradients, *, per_gradient: bool) -> Tensor:

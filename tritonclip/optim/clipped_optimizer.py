@@ -367,7 +367,7 @@ class ClippedOptimizer(ScalerSide):
             self._log.add(step)
             return None, False
         had_no_state = not self.optimizer.state
-        # By it the device would leave this step out; an interrupted `step_unless` leaves it behind.
+        # An interrupted `step_unless` leaves it behind, and the device would leave this step out.
         vars(self.optimizer).pop("found_inf", None)
         if isinstance(left_out, Tensor):
             result = step_unless(self.optimizer, left_out)
