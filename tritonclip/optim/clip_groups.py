@@ -253,8 +253,10 @@ class Grouping:
         if common:
             clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
         if covers_all:
-            every = dict.fromkeys(unclipped + unclipped_in(groups))
-            clip_groups += self._unclipped([*every], processes)
+            n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
+            if n_clipped < sum([len(group["params"]) for group in groups]):
+                unclipped = [*dict.fromkeys(unclipped + unclipped_in(groups))]
+            clip_groups += self._unclipped(unclipped, processes)
         return clip_groups
 
     def _divide_flat(self, flat: FlatGradients, *, covers_all: bool, each: bool) -> list[ClipGroup]:
