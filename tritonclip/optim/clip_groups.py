@@ -233,7 +233,11 @@ class Grouping:
         )
 
     def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
-        """The optimizer's, one for each group with a rule and, if it `covers_all`, the others'."""
+        """The clip groups: of the optimizer's rule, then of each group with a rule of its own.
+
+        If it `covers_all`, gradients without a rule are the last. `each`: the norm of each gradient
+        may be asked for, also of those in buffers.
+        """
         own_rules = self._own_rules
         if self.flat is not None and not own_rules:
             return self._divide_flat(self.flat, covers_all=covers_all, each=each)

@@ -139,7 +139,10 @@ class OutlierTest:
         *,
         earlier: Judgement | None = None,
     ) -> Judgement:
-        """Whether a norm, of this dtype, or the loss, also of an `earlier` one, is an outlier."""
+        """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
+
+        `dtype` is that of a number before it was one; `earlier`, of the same step, has its loss.
+        """
         above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):

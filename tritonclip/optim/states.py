@@ -139,7 +139,7 @@ class RuleStates:
         return {owner: state.state_dict(rows) for owner, state in states.items()}
 
     def copy(self, groups: Groups) -> RuleStates:
-        """A copy, at step 0, for copies of groups and parameters in the order of these."""
+        """A copy without the count of steps, for copies of groups and parameters in this order."""
         twin = RuleStates(OutlierTest(self.outliers.skip_above))
         saved = self.state_dict(groups)
         twin._keep({owner: _copy_of(state) for owner, state in saved.items()})

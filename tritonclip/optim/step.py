@@ -262,7 +262,7 @@ class Step:
     def _bind(self, group: ClipGroup) -> Rule:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
-        # A thousand parameters take 50 us.
+        # To look at each of a thousand parameters takes 50 us.
         each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
         self.states.locate(self.param_groups, each=each)
         rows = self._rows_of(group)

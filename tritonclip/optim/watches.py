@@ -94,7 +94,7 @@ class SkipWatch:
 
 
 class WatchedStep:
-    """A step, after so many, that the device leaves out where it or one before is not finite."""
+    """A step, by its number, that the device leaves out if it or one before is not finite."""
 
     def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
         self.step, self.read = step, sent(flag)
@@ -135,7 +135,10 @@ class ErrorWatch:
         self.arriving: deque[WatchedStep] = deque()
 
     def judge(self, nonfinite: Tensor, left_out: Flag) -> Flag:
-        """Whether a step is left out for its error or one before; none is `left_out` twice."""
+        """Whether to leave out a step until its error, or an earlier one, is raised.
+
+        A step that is `left_out` for another reason is no error.
+        """
         if is_captured(nonfinite.device):
             raise RuntimeError(
                 "nonfinite='async_error' raises from a later step, which the replays of a CUDA "
