@@ -70,7 +70,7 @@ CLOSE, CLEAR = (0.25, 0.5), 0.02
 SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
 LIMITED = ("best of the grid", "suggest", "find")
 # Colours are those of the figure's style, with one short name for its font.
-STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
+STYLE = ("tritonclip.advice.figures", {"font.family": "DejaVu Sans"})
 # Text, lines and grid of a figure where the page around it is dark.
 DARK = (
     "text{fill:#e6e6e6} [style*='stroke: #000000']{stroke:#e6e6e6 !important}"

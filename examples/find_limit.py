@@ -19,7 +19,7 @@ import torch
 
 import tritonclip
 from examples.train_rnn import QUICK, PixelReader, Settings, load_sequences, train
-from tritonclip.finder import Found
+from tritonclip.advice.finder import Found
 
 SEARCH_STEPS, SEARCH_SEEDS, SEEDS = 60, (10, 11, 12), (0, 1, 2)
 

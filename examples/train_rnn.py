@@ -182,7 +182,7 @@ def conclusion(histories: Sequence[History]) -> str:
     return f"The RNN reads {unclipped} of the test digits without clipping, {with_rules}."
 
 
-@style.context("tritonclip.monitor.figures")
+@style.context("tritonclip.advice.figures")
 def draw(histories: Sequence[History], path: Path) -> None:
     """Draw loss and gradient norm over the steps, up to where a run diverges."""
     figure = Figure(figsize=(8, 3.8))

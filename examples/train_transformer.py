@@ -239,7 +239,7 @@ def write_norms(run: History, path: Path) -> None:
             recorder.add_(norm, limit=limit)
 
 
-@style.context("tritonclip.monitor.figures")
+@style.context("tritonclip.advice.figures")
 def draw(histories: dict[str, list[History]], path: Path) -> None:
     """Draw the losses of all seeds, and the norms of the seed that is worst without clipping."""
     losses = [run.final_loss for run in histories["no clipping"]]

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 import tritonclip
 from helpers.cases import grad_of, parameters, unchanged
-from tritonclip.patching import TorchPatch
+from tritonclip.integrations.patching import TorchPatch
 
 ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"], ids=str)
 FOREACH = pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)

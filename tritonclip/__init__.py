@@ -55,15 +55,15 @@ from tritonclip.torch_compat import (
 )
 
 if TYPE_CHECKING:
+    from tritonclip.advice.finder import find_max_norm
+    from tritonclip.advice.suggestion import suggest_max_norm
     from tritonclip.comparison import compare
-    from tritonclip.finder import find_max_norm
+    from tritonclip.integrations.patching import patch_torch
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
-    from tritonclip.monitor.suggestion import suggest_max_norm
     from tritonclip.named_norms import norms_by_name, statistics_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
-    from tritonclip.patching import patch_torch
 
 __version__ = "0.1.0"
 
@@ -119,12 +119,12 @@ _LAZY = {
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
     "compare": "comparison",
-    "find_max_norm": "finder",
+    "find_max_norm": "advice.finder",
     "norms_by_name": "named_norms",
-    "patch_torch": "patching",
+    "patch_torch": "integrations.patching",
     "record": "monitor.recorder",
     "statistics_by_name": "named_norms",
-    "suggest_max_norm": "monitor.suggestion",
+    "suggest_max_norm": "advice.suggestion",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tritonclip.cli import main
+from tritonclip.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,9 +28,9 @@ from tritonclip.engine.arguments import LabelOf, checked_parameters, labelled, n
 from tritonclip.engine.plan import result_dtype
 from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
 from tritonclip.functional.formulas import real_of
+from tritonclip.integrations.patching import original_of
 from tritonclip.messages import in_columns, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.patching import original_of
 from tritonclip.samples import Timed, interleaved, paired, spread
 from tritonclip.torch_compat import clip_grad_norm_, clip_grad_value_
 

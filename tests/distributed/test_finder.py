@@ -28,7 +28,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> Any:
     return (model(x) - x[:, :1]).square().mean()
 
 
-def find(wrap: Any, rank: int, **options: Any) -> tritonclip.finder.Found:
+def find(wrap: Any, rank: int, **options: Any) -> tritonclip.advice.finder.Found:
     def make():
         model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
         return model, torch.optim.SGD(model.parameters(), 0.1)

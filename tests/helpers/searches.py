@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tritonclip
-from tritonclip import finder
+from tritonclip.advice import finder
 
 
 def draw(n: int = 40, corrupt: float = 1000.0) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from examples import find_limit, train_rnn, train_transformer
 from examples.__main__ import main
 from examples.train_transformer import QUICK, WARMUP, WAYS, History, Settings
-from tritonclip import cli
+from tritonclip.commands import cli
 from tritonclip.monitor.history import read
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tritonclip
-from tritonclip import patching
+from tritonclip.integrations import patching
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 README = ROOT / "README.md"

@@ -116,7 +116,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert "tritonclip/kernels/__init__.py" in INSTALLED
     # One for all versions of Python; with the functions' types.
     extension = {"tritonclip/backends/_native.abi3.so", "tritonclip/backends/_native.pyi"}
-    data = {"tritonclip/py.typed", "tritonclip/monitor/figures.mplstyle"}
+    data = {"tritonclip/py.typed", "tritonclip/advice/figures.mplstyle"}
     assert names - metadata == INSTALLED | extension | data
     assert any(name.endswith("/LICENSE") for name in metadata)
 

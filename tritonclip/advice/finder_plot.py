@@ -12,8 +12,8 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from tritonclip.finder import Found
-from tritonclip.monitor import plot
+from tritonclip.advice import plot
+from tritonclip.advice.finder import Found
 
 # Losses whose largest is so many times the smallest are drawn on a log axis; below the second, with
 # labels at 2 and 5 too.

@@ -13,8 +13,8 @@ import torch
 import tritonclip
 from helpers.broken_verbs import break_norm
 from helpers.workers import python
-from tritonclip import cli
 from tritonclip.backends.native import NativeBatch
+from tritonclip.commands import cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGE = (ROOT / "docs" / "comparing.md").read_text()

@@ -11,7 +11,7 @@ import torch
 
 import tritonclip
 from helpers.workers import python
-from tritonclip.cli import main
+from tritonclip.commands.cli import main
 from tritonclip.messages import printable
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
@@ -286,7 +286,7 @@ def test_suggest_prints_the_suggestion_and_its_limit(spiky, run):
 
 @pytest.mark.parametrize("package", ["matplotlib", "numpy"])
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from tritonclip.cli import main"
+    code = f"import sys; sys.modules[{package!r}] = None; from tritonclip.commands.cli import main"
     done = python("-c", f"{code}; sys.exit(main(['plot', 'a.csv']))")
     assert done.returncode == 1
     assert f"needs {package}, which is not installed" in done.stderr
@@ -307,7 +307,7 @@ def found(*names):
 extras = "accelerate", "click", "lightning", "matplotlib", "pandas", "rich", "scipy", "transformers"
 assert not found("triton", *extras), found("triton", *extras)
 own = found("tritonclip")
-assert not own & {"tritonclip.monitor.recorder", "tritonclip.monitor.suggestion"}, own
+assert not own & {"tritonclip.monitor.recorder", "tritonclip.advice.suggestion"}, own
 assert not [name for name in own if "kernels" in name], own
 tritonclip.record, tritonclip.Recorder, tritonclip.norms_by_name
 tritonclip.suggest_max_norm([1.0 + i % 7 for i in range(99)])

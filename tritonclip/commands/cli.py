@@ -22,16 +22,16 @@ import torch
 from torch.nn import Module
 
 import tritonclip
-from tritonclip import script
-from tritonclip.call_log import CallLog, rank
-from tritonclip.doctor import doctor
+from tritonclip.commands import script
+from tritonclip.commands.call_log import CallLog, rank
+from tritonclip.commands.doctor import doctor
+from tritonclip.integrations.patching import TorchPatch
 from tritonclip.messages import in_columns, is_own, printable
-from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
+    from tritonclip.advice.suggestion import Suggestion
     from tritonclip.monitor.history import History
     from tritonclip.monitor.recorder import Recorder
-    from tritonclip.monitor.suggestion import Suggestion
 
 # Options of `run` that a script may be given by mistake.
 _OF_RUN = {"--compare", "--record"}
@@ -352,8 +352,8 @@ def _object_of(target: str) -> Any:
 def find(chosen: argparse.Namespace) -> int:
     """Prints the answer of `find_max_norm`; returns 1 where there is none."""
     if chosen.figure:
-        from tritonclip import finder_plot
-        from tritonclip.monitor.plot import check_path
+        from tritonclip.advice import finder_plot
+        from tritonclip.advice.plot import check_path
 
         check_path(chosen.figure)
     try:
@@ -457,7 +457,7 @@ def _left_out(suggestion: Suggestion) -> str:
 
 def plot(chosen: argparse.Namespace) -> int:
     """Draws the norms, with candidates for max_norm, and prints the path of the figure."""
-    from tritonclip.monitor import plot as figure
+    from tritonclip.advice import plot as figure
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)

@@ -12,7 +12,7 @@ import torch
 
 import tritonclip
 from helpers.workers import python
-from tritonclip import cli
+from tritonclip.commands import cli
 from tritonclip.monitor.history import read
 
 # What a script can see of how it was run; a worker imports the script by its name or path.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tritonclip
 from helpers.cases import grad_of, parameters
+from tritonclip.integrations.patching import original_of
 from tritonclip.monitor.history import read
-from tritonclip.patching import original_of
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 TORCHS = {name: getattr(torch.nn.utils, name) for name in NAMES}

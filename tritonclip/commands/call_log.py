@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tritonclip import torch_compat
 from tritonclip.comparison import time_text
+from tritonclip.integrations.patching import Call, original_of
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.patching import Call, original_of
 from tritonclip.samples import synchronize
 
 # The functions that return the norm of what they get.

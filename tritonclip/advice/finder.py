@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.advice.series import EPS, moves, two_digits
+from tritonclip.advice.trials import Training, Trial
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.monitor.series import EPS, moves, two_digits
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
-from tritonclip.trials import Training, Trial
 
 Clip = float | Rule
 # Of a candidate, by position of the seed.

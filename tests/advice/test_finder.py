@@ -13,9 +13,10 @@ from torch import nn
 
 import tritonclip
 from helpers.searches import draw, find, loss, make
-from tritonclip import ClipByQuantile, ClipByValue, finder
-from tritonclip.finder import Candidate, choose
-from tritonclip.trials import Trial
+from tritonclip import ClipByQuantile, ClipByValue
+from tritonclip.advice import finder
+from tritonclip.advice.finder import Candidate, choose
+from tritonclip.advice.trials import Trial
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tritonclip.advice.suggestion import suggest_max_norm
 from tritonclip.messages import printable
 from tritonclip.monitor.history import History
-from tritonclip.monitor.suggestion import suggest_max_norm
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 
 from matplotlib.colors import to_hex
 
-from tritonclip.monitor import plot
+from tritonclip.advice import plot
 
 
 def run(n: int = 400) -> History:

@@ -10,8 +10,8 @@ import torch
 
 import tritonclip
 from helpers.cases import grad_of, parameters
-from tritonclip.call_log import CallLog, _List, _verdict
-from tritonclip.patching import TorchPatch
+from tritonclip.commands.call_log import CallLog, _List, _verdict
+from tritonclip.integrations.patching import TorchPatch
 
 CPU = torch.device("cpu")
 

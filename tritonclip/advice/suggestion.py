@@ -16,10 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import in_columns, join_names
-from tritonclip.monitor.history import History, read
-from tritonclip.monitor.recorder import Recorder
-from tritonclip.monitor.series import (
+from tritonclip.advice.series import (
     EPS,
     Trend,
     ends,
@@ -30,6 +27,9 @@ from tritonclip.monitor.series import (
     two_digits,
     warmup_of,
 )
+from tritonclip.messages import in_columns, join_names
+from tritonclip.monitor.history import History, read
+from tritonclip.monitor.recorder import Recorder
 
 Verdict = Literal["clip", "no outliers", "drift", "went wrong", "clipped before", "constant"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tritonclip
-from tritonclip import cli
+from tritonclip.commands import cli
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")

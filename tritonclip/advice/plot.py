@@ -21,9 +21,9 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
+from tritonclip.advice.suggestion import Candidate, Suggestion, percent
 from tritonclip.messages import join_names, printable
 from tritonclip.monitor.history import History, NamedNorm
-from tritonclip.monitor.suggestion import Candidate, Suggestion, percent
 
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
@@ -41,7 +41,7 @@ _NAME = 0.07
 # Largest number of names, the height of each, and the length of its text.
 _LARGEST, _INCHES, _LETTERS = 10, 0.22, 48
 # Shared with the examples and the benchmarks.
-STYLE = "tritonclip.monitor.figures"
+STYLE = "tritonclip.advice.figures"
 
 
 def save(

@@ -12,7 +12,7 @@ from helpers.broken_verbs import break_norm
 from helpers.workers import python
 from tritonclip.backends import choose
 from tritonclip.backends.operators import TorchBatch
-from tritonclip.cli import main
+from tritonclip.commands.cli import main
 
 
 def test_self_test_prints_a_report_without_any_extra(tmp_path):

@@ -1,0 +1,1 @@
+"""Advice on limits: suggested from a recorded run, found by trying, drawn."""
