@@ -194,55 +194,6 @@ def statistics_by_name(workload: str, dtype: str) -> Calls:
     return Calls((ours, loop, foreach), list(map(torch.stack, columns)), 1e-2)
 
 
-# The matrices of the two layers of examples/train_transformer.py, and of one of GPT-2's twelve.
-MATRICES = {
-    "transformer of make demo": [(144, 48), (48, 48), (192, 48), (48, 192)] * 2,
-    "GPT-2 124M, one layer": [(768, 768), (2304, 768), (3072, 768), (768, 3072)],
-}
-
-
-def spectra(title: str) -> list[Tensor]:
-    """Matrices whose singular values fall from 4 to almost 0, as those of gradients do."""
-    made = []
-    for seed, (rows, columns) in enumerate(MATRICES[title]):
-        torch.manual_seed(seed)
-        n = min(rows, columns)
-        u, v = (torch.linalg.qr(torch.randn(size, n))[0] for size in (rows, columns))
-        made.append((u * 4 / torch.arange(1, n + 1).sqrt()) @ v.mT)
-    return made
-
-
-def clip_by_svd(grads: list[Tensor], limit: float) -> list[Tensor]:
-    parts = [torch.linalg.svd(x, full_matrices=False) for x in grads]
-    return [(u * s.clamp(max=limit)) @ v for u, s, v in parts]
-
-
-@feature("spectral_norm", ("tritonclip", "svd"), MATRICES, ("clipped", "unclipped", "softly"))
-def spectral_norm(title: str, form: str) -> Calls:
-    """Singular values over a limit brought to it (or near it, softly), and none over it."""
-    grads, limit = spectra(title), 4.1 if form == "unclipped" else 1.0
-    is_soft = form == "softly"
-    ours = partial(tritonclip.functional.clip_by_spectral_norm, grads, limit, soft=is_soft)
-    truth = [] if is_soft else clip_by_svd([x.double() for x in grads], limit)
-    return Calls((ours, partial(clip_by_svd, grads, limit)), truth, 1e-3)
-
-
-@feature("spectral_step", ("tritonclip", "AdamW alone"), MATRICES, ("clipped", "unclipped"))
-def spectral_step(title: str, form: str) -> Calls:
-    """A step of AdamW with singular values clipped, beside the step alone: its share."""
-    grads = spectra(title)
-    rule = tritonclip.ClipBySpectralNorm(4.1 if form == "unclipped" else 1.0)
-    weights = [torch.nn.Parameter(torch.zeros_like(x)) for x in grads]
-    plain = torch.optim.AdamW(weights, fused=True)
-    wrapped = tritonclip.ClippedOptimizer(torch.optim.AdamW(weights, fused=True), rule)
-
-    def refill() -> None:
-        for weight, grad in zip(weights, grads, strict=True):
-            weight.grad = grad.clone()
-
-    return Calls((wrapped.step, plain.step), prepare=refill)
-
-
 @feature("error_without_wait", ("tritonclip", 'nonfinite="error"', "no policy", "torch"), TWO)
 def error_without_wait(workload: str) -> Calls:
     """A step of SGD that raises for NaN and inf; nothing is clipped."""

@@ -28,7 +28,6 @@ from tritonclip import (
     ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
-    ClipBySpectralNorm,
     ClipByUnitNorm,
     ClipByValue,
     ClipByZScore,
@@ -97,7 +96,6 @@ CALLS: list[tuple[Any, list[Any], dict[str, Any], str, str]] = [
     (functional.clip_by_norm, [1.0], {"axes": [0]}, "", "write clip_by_norm(x, 1.0, dim=[0])"),
     (functional.clip_by_norm, [], {}, "'max_norm'", "write clip_by_norm(x, 1.0)"),
     (functional.clip_by_rms, [], {"threshold": 2.0}, "", "write clip_by_rms(x, 2.0)"),
-    (functional.clip_by_spectral_norm, [], {"beta": 2}, "", "write clip_by_spectral_norm(x, 2)"),
     (
         *(functional.clip_by_value, [], {"clip_value_min": -1.0}, ""),
         "write clip_by_value(x, -1.0, 0.5), or min=-1.0",
@@ -116,7 +114,6 @@ CLASSES: list[tuple[Any, dict[str, Any], str]] = [
     (ClipByGlobalNorm, {"clip_norm": 0.5}, "ClipByGlobalNorm(0.5)"),
     (ClipByGlobalNorm, {"max_norm": 1.0, "p": 1}, "ClipByGlobalNorm(1.0, norm_type=1)"),
     (ClipByUnitNorm, {"clip_factor": 0.02}, "ClipByUnitNorm(0.02)"),
-    (ClipBySpectralNorm, {"clip_norm": 2.0}, "ClipBySpectralNorm(2.0)"),
     (ClipByQuantile, {"clip_percentile": 10}, "ClipByQuantile(0.1)"),
     (ClipByQuantile, {"history": 50}, "ClipByQuantile(0.9, window=50)"),
     (ClipByZScore, {"z_thresh": 3.0}, "ClipByZScore(3.0)"),
@@ -260,7 +257,6 @@ NAMES = {
     "AdaGC": "ClipByOwnHistory",
     "AGC": "ClipByUnitNorm",
     "adaptive_clip_grad": "ClipByUnitNorm",
-    "spectral_hardcap": "functional.clip_by_spectral_norm",
     "clip_by_global_norm": "functional.clip_by_global_norm",
     "Clipping": "integrations.lightning.Clipping",
 }

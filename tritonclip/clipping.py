@@ -85,7 +85,7 @@ def clip_(
 
     Call it after `backward` and before `optimizer.step()`. Gradients within the limit stay bit for
     bit as they are; a norm within the rule's `eps` of the limit counts as over it. The host does
-    not wait for a GPU, except with nonfinite="error" and for :class:`ClipBySpectralNorm`.
+    not wait for a GPU, except with nonfinite="error".
 
     Example:
         >>> import torch, tritonclip

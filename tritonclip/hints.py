@@ -29,8 +29,6 @@ NAMES = {
     "clip_by_global_norm": "functional.clip_by_global_norm (out of place) or clip_ (in place)",
     "clip_by_norm": "functional.clip_by_norm (out of place) or clip_ with ClipByNorm (in place)",
     "clip_by_rms": "functional.clip_by_rms (out of place) or clip_ with ClipByRMS (in place)",
-    "clip_by_spectral_norm": "functional.clip_by_spectral_norm (out of place) or clip_ with "
-    "ClipBySpectralNorm (in place)",
     "clip_by_value": "functional.clip_by_value (out of place) or clip_ with ClipByValue (in place)",
     "clip_grad": "clip_",
     "clip_grad_norm": "clip_grad_norm_",
@@ -38,8 +36,6 @@ NAMES = {
     "clip_gradients": "clip_",
     "clip_grads_with_norm": "clip_grads_with_norm_",
     "dispatch_clip_grad": "clip_",
-    "spectral_hardcap": "functional.clip_by_spectral_norm (out of place) or clip_ with "
-    "ClipBySpectralNorm (in place)",
     "differentially_private_aggregate": "functional.clip_per_example, without its noise",
     "per_example_global_norm_clip": "functional.clip_per_example",
     "per_example_layer_norm_clip": "functional.clip_per_example, with per_layer=True",

@@ -1,4 +1,4 @@
-"""Clipping by unit and by singular value on meshes: rows are whole, and every process agrees."""
+"""Clipping by unit on meshes: rows are whole, and every process agrees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
-    DTensor,
     Partial,
     Placement,
     Replicate,
@@ -28,7 +27,6 @@ from helpers.processes import in_processes
 from helpers.refusing import check_raises, is_first, named_parameters
 from helpers.spread import (
     assert_same_everywhere,
-    grads_of,
     local,
     loss_of,
     mesh_of,
@@ -39,7 +37,7 @@ from helpers.spread import (
     with_partial,
 )
 from helpers.units import assert_clipped, expected
-from tritonclip import ClipBySpectralNorm, ClipByUnitNorm, ClippedOptimizer
+from tritonclip import ClipByUnitNorm, ClippedOptimizer
 
 RULE = ClipByUnitNorm(0.05)
 
@@ -223,38 +221,3 @@ def test_rule_that_excludes_no_parameter_of_one_process_raises_everywhere(call: 
         "step": optimizer.step,
     }
     check_raises(calls[call], ValueError, "none of which is among", [one.grad for one in plain])
-
-
-SPECTRAL = ClipBySpectralNorm(0.01)
-
-
-@pytest.mark.parametrize("call", ["clip", "step", "group"])
-@in_processes(2)
-def test_clip_by_spectral_norm_refuses_shards(call: str) -> None:
-    model: Any = sharded_network(sharded=True)
-    plain = nn.Parameter(torch.ones(3, 3))
-    plain.grad = torch.ones(3, 3)
-    loss_of(model, 0, sharded=True).backward()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    # A rule for plain parameters alone, of an optimizer with shards.
-    groups = [{"params": model.parameters()}, {"params": [plain], "clip": SPECTRAL}]
-    calls: dict[str, Callable[[], object]] = {
-        "clip": lambda: tritonclip.clip_(model, SPECTRAL),
-        "step": ClippedOptimizer(sgd, SPECTRAL).step,
-        "group": ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0).step,
-    }
-    error = pytest.raises(TypeError, match=r"takes whole matrices.*full_tensor")
-    with unchanged([*grads_of(model.parameters()), plain.grad]), error:
-        calls[call]()
-
-
-@in_processes(2)
-def test_clip_by_spectral_norm_refuses_replicas_and_pieces() -> None:
-    one = nn.Parameter(DTensor.from_local(torch.ones(3, 3), mesh_of(-1), [Replicate()]))
-    one.grad = one.detach().clone()
-    with pytest.raises(TypeError, match="takes whole matrices"):
-        tritonclip.clip_([one], SPECTRAL)
-    piece = nn.Parameter(torch.ones(3, 3))
-    piece.grad = torch.ones(3, 3)
-    with pytest.raises(ValueError, match="which tensors of its processes are pieces"):
-        tritonclip.clip_([piece], SPECTRAL, process_group=dist.group.WORLD)

@@ -105,18 +105,3 @@ def clipped(
     if grad_scale is not None:
         multipliers = [by / torch.tensor(grad_scale, dtype=by.dtype) for by in multipliers]
     return [scaled(grad, by) for grad, by in zip(grads, multipliers, strict=True)]
-
-
-def singular_value(grad: Tensor) -> float:
-    """The largest singular value of [out, rest]; of a vector its norm."""
-    values = grad.detach().to("cpu", torch.float64).reshape(len(grad) if grad.dim() > 1 else 1, -1)
-    return float(torch.linalg.matrix_norm(values, 2)) if values.numel() else 0.0
-
-
-def spectrally_clipped(grad: Tensor, limit: float, *, soft: bool = False) -> Tensor:
-    """[out, rest] with its singular values clipped, by an SVD, in float64."""
-    values = grad.detach().to("cpu", torch.float64).reshape(len(grad) if grad.dim() > 1 else 1, -1)
-    u, s, v = torch.linalg.svd(values, full_matrices=False)
-    s = s / (1 + (s / limit) ** 2).sqrt() if soft else s.clamp(max=limit)
-    clipped: Tensor = (u * s) @ v
-    return clipped.reshape(grad.shape)

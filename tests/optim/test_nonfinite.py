@@ -31,7 +31,6 @@ from helpers.training import (
 )
 from tritonclip import (
     ClipByGlobalNorm,
-    ClipBySpectralNorm,
     ClipByUnitNorm,
     ClippedOptimizer,
 )
@@ -42,7 +41,6 @@ VALUES = [math.nan, math.inf, -math.inf]
 EVERY_RULE = [
     *RULES_OF_EVERY_TYPE,
     pytest.param(ClipByUnitNorm(0.1), id="unit"),
-    pytest.param(ClipBySpectralNorm(1.0), id="spectral"),
 ]
 
 

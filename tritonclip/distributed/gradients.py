@@ -249,13 +249,6 @@ class ShardedGradients(Gradients):
                 "tensors of its processes are pieces of one; expected DTensors without "
                 "process_group, or a rule with one norm"
             )
-        if rule.spectral:
-            raise TypeError(
-                f"{rule.name} takes whole matrices, and some parameters are DTensors: a shard has "
-                "other singular values than its matrix; expected plain tensors, as "
-                "DistributedDataParallel has them: clip by ClipByNorm, which knows shards, or "
-                "gather each gradient with full_tensor() for functional.clip_by_spectral_norm"
-            )
 
     def verify_agreement(
         self,

@@ -126,11 +126,9 @@ def raise_if_nonfinite(
         )
     if norms.per_gradient:
         indices = (~torch.isfinite(norms.here(norm))).nonzero().flatten().tolist()
-        spectral = rule is not None and rule.spectral
-        norm_names = "singular values" if spectral else f"norms of order {norms.norm_type}"
         raise RuntimeError(
-            f"The {norm_names} of {gradients.culprits(indices)} are non-finite, "
-            f"so they cannot be clipped. {remedy}"
+            f"The norms of order {norms.norm_type} of {gradients.culprits(indices)} are "
+            f"non-finite, so they cannot be clipped. {remedy}"
         )
     labels = gradients.culprits(nonfinite_indices(gradients))
     blame = (

@@ -21,7 +21,7 @@ from tritonclip.backends.operators import (
     unscaled,
     wide_dtype,
 )
-from tritonclip.engine import spectra, units
+from tritonclip.engine import units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
 from tritonclip.rules.rule import Adaptive
@@ -179,16 +179,11 @@ def measure(
 
 @without_grad
 def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
-    """Measures a list that is not empty by unit, with its weights, or its singular values."""
-    # These batches have the verbs for norms by gradient, and no others.
+    """Measures a list that is not empty by unit, with its weights."""
     plan = gradients.plan
     assert plan is not None
-    batches: list[Any]
-    if rule.per_unit:
-        batches = [*units.batches_of(gradients, rule)]
-    else:
-        refuse_tracer()
-        batches = [*spectra.batches_of(gradients, rule)]
+    # These batches have the verbs for norms by gradient, and no others.
+    batches: list[Any] = [*units.batches_of(gradients, rule)]
     partials = [batch.measure() for batch in batches]
     return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients, plan)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.backends import operators, singular_values
+from tritonclip.backends import operators
 from tritonclip.backends.choose import torch_layout
 from tritonclip.backends.operators import as_scalar, as_tensor, wide_dtype
 from tritonclip.engine import norms as engine
@@ -24,7 +24,6 @@ from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import WIDE, Group
-from tritonclip.engine.spectra import SpectralBatch, batches_of
 from tritonclip.engine.units import norms_by_unit
 from tritonclip.rules import BoundRule, ClipState, Norm, Rule
 from tritonclip.rules.rule import Measured
@@ -32,8 +31,6 @@ from tritonclip.settings import use_backend
 
 # Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-# The power iteration's singular value may be that much too small.
-_SPECTRAL_TOLERANCE = 0.01
 # So much closer to the limit, the norm's own error decides whether anything is written.
 _MARGIN = 1 + 1e-5
 _REPORTED = 3
@@ -94,22 +91,17 @@ class Reference:
         assert self._gradients.plan is not None
         dtype, scale = self._gradients.plan.dtype, 1.0 if keeps_scale else float(grad_scale)
         rule = _RoundedLimit(rule, dtype)
-        errors = [0.0] * len(self._before)
         with use_backend("torch"):
             right = self._copy()
             norms = None if measured is None else _measure(right, rule, measured, dtype)
             if norms is not None and result is not None and not norms.is_checked:
-                below = _SPECTRAL_TOLERANCE if rule.spectral else 0.0
-                self._compare_norms(norms.norm_here(), result, below=below)
+                self._compare_norms(norms.norm_here(), result)
             is_erased = zero_nonfinite and norms is not None and not bool(norms.is_finite())
             exact = [scale == 1 or is_erased] * len(self._before)
-            if norms is not None and not rule.clamps:
-                if rule.spectral:
-                    errors = _errors_of_products(rule, norms, scale)
-                if scale == 1 and not is_erased:
-                    exact = self._untouched(write, rule, norms, right)
+            if norms is not None and not rule.clamps and scale == 1 and not is_erased:
+                exact = self._untouched(write, rule, norms, right)
             write(right, rule, norms)
-        slack = errors if rule.clamps or rule.spectral else self._lost_digits(scale)
+        slack = [0.0] * len(self._before) if rule.clamps else self._lost_digits(scale)
         self._compare(right.tensors, exact, slack)
 
     def _untouched(self, write: Write, rule: Rule, norms: Norms, twin: Gradients) -> list[bool]:
@@ -119,8 +111,6 @@ class Reference:
         """
         # Asked for norms as they are.
         rule.limit(norms)
-        if rule.spectral:
-            norms = engine.measure(twin, 2.0, True)
         larger = []
         for measured in map(as_tensor, norms.partials):
             # By unit, norms of weights stand below.
@@ -130,7 +120,7 @@ class Reference:
         pairs = zip(twin.tensors, self._before, strict=True)
         untouched = [torch.equal(after, before) for after, before in pairs]
         torch._foreach_copy_(list(twin.tensors), self._before)
-        return [is_equal and not (rule.spectral and rule.soft) for is_equal in untouched]
+        return untouched
 
     def check_scale(self, write: Callable[[Gradients], object]) -> None:
         """Compares gradients that were scaled by the coefficient of a norm that was given."""
@@ -198,14 +188,9 @@ class Reference:
             yield before.abs() * (unit * max(1.0, 1.0 / grad_scale))
 
     def _compare_norms(
-        self,
-        expected: Tensor,
-        result: Tensor,
-        label_of: LabelOf | None = None,
-        *,
-        below: float = 0.0,
+        self, expected: Tensor, result: Tensor, label_of: LabelOf | None = None
     ) -> None:
-        """Compares norms; those of a result may be smaller by some fraction."""
+        """Compares norms."""
         label_of, tolerance = label_of or self._gradients.label, self._norm_tolerance
         pairs = zip(result.reshape(-1).tolist(), expected.reshape(-1), strict=True)
         mismatches = []
@@ -215,8 +200,7 @@ class Reference:
             # Below the least normal number, the norm is right to one unit in the last place.
             info = torch.finfo(result.dtype)
             allowed = tolerance * abs(reference) + info.smallest_normal * info.eps
-            least = reference * (1 - below) - allowed
-            if not same and not least <= ours <= reference + allowed:
+            if not same and not abs(ours - reference) <= allowed:
                 noun = "norm" if result.dim() == 0 else f"norm of {label_of(i)}"
                 mismatches.append(f"{noun}: got {ours!r}, expected {reference!r}")
         raise_mismatches(mismatches)
@@ -273,10 +257,6 @@ def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -
     plan, scale = twin.plan, measured.grad_scale
     assert plan is not None
     batches: list[Any]
-    if rule.spectral:
-        batches = [*batches_of(twin, rule, ExactSpectralBatch)]
-        partials = [batch.measure() for batch in batches]
-        return Norms(batches, partials, rule.norm_type, True, scale, twin, plan)
     if rule.per_unit and not measured.is_checked:
         return engine.measure_by(twin, rule, scale)
     norms = measured
@@ -310,48 +290,6 @@ def _weight_norms(twin: Gradients, group: Group, like: Tensor) -> Tensor:
             whole = owner.full_tensor() if hasattr(owner, "full_tensor") else owner
             norms[at] = norm_of(whole, 2.0)
     return like.new_tensor(norms)
-
-
-def _errors_of_products(rule: Rule, norms: Norms, scale: float) -> list[float]:
-    """What an element of each matrix may be off by, where matrix products clip it."""
-    limit = float(torch.as_tensor(rule.limit(norms)))
-    largest = norms.in_order([partials[1] for partials in norms.partials]).tolist()
-    exempt = [False] * len(largest)
-    if rule.excludes:
-        exempt = rule.exempt(norms.gradients.owners())
-    return [
-        0.0 if is_exempt or math.inf in (norm, limit) else 1e-4 * limit + 1e-5 * norm / scale
-        for norm, is_exempt in zip(largest, exempt, strict=True)
-    ]
-
-
-class ExactSpectralBatch(SpectralBatch):
-    """As :class:`SpectralBatch`, by a singular value decomposition."""
-
-    def measure(self) -> Tensor:
-        """Measures norms and singular values."""
-        norms = super().measure()
-        for i, grad in enumerate(self._grads):
-            size = norms[0, i]
-            if singular_values.is_matrix(grad) and 0 < float(size) < math.inf:
-                norms[1:, i] = size * torch.linalg.matrix_norm(grad.flatten(1) / size, 2)
-        return norms
-
-    def _clip_matrices_(
-        self, bounds: list[tuple[float, float]], limit: float, scale: float
-    ) -> set[int]:
-        written = set()
-        for i, (_, largest) in enumerate(bounds):
-            # NaN where a gradient is not clipped by singular values.
-            if not largest > (0 if self._soft else limit * scale):
-                continue
-            grad = self._grads[i]
-            u, values, v = torch.linalg.svd(grad.flatten(1) / scale, full_matrices=False)
-            if self._soft:
-                values = values / (1 + (values / limit).square()).sqrt()
-            grad.copy_(((u * values.clamp(max=limit)) @ v).view_as(grad))
-            written.add(i)
-        return written
 
 
 def check_norms(measured: Norms) -> None:

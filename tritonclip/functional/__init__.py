@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from tritonclip.functional.by_global_norm import clip_by_global_norm, global_norm
 from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, clip_by_rms
-from tritonclip.functional.by_spectral_norm import clip_by_spectral_norm
 from tritonclip.functional.by_value import clip_by_value
 from tritonclip.functional.per_example import clip_per_example
 from tritonclip.hints import missing
@@ -26,7 +25,6 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_rms",
-    "clip_by_spectral_norm",
     "clip_by_value",
     "clip_per_example",
     "global_norm",

@@ -119,7 +119,6 @@ class Step:
             plan is None
             or not plan.ordinary
             or (rule := groups[0].rule).per_unit
-            or rule.spectral
             or (check_finite and hides_nonfinite(rule.norm_type))
         ):
             self._measure_all(refusal, processes, overflow)

@@ -16,7 +16,6 @@ from tritonclip.rules.rule import AdaptiveRule as AdaptiveRule
 from tritonclip.rules.rule import Measured as Measured
 from tritonclip.rules.rule import Norm as Norm
 from tritonclip.rules.rule import Rule as Rule
-from tritonclip.rules.spectral import ClipBySpectralNorm as ClipBySpectralNorm
 from tritonclip.rules.state import BoundRule as BoundRule
 from tritonclip.rules.state import ClipState as ClipState
 from tritonclip.rules.state import Numbering as Numbering

@@ -123,7 +123,7 @@ def saved_count(name: str, value: object) -> int:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """The argument as a bool; 0 and 1 are read too, as which a traced call hands it over."""
+    """The argument as a bool; 0 and 1 are read too."""
     try:
         if value in (False, True):
             return bool(value)

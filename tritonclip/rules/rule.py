@@ -30,7 +30,7 @@ class Norm(NamedTuple):
     Attributes:
         order: p of the p-norm.
         each: of each gradient, in place of all together.
-        by: the rule by unit, or by singular value, that says how; None for norms of elements.
+        by: the rule by unit that says how; None for norms of elements.
     """
 
     order: float = 2.0
@@ -164,11 +164,6 @@ class Rule(_Checked):
     # the largest ratio of a slice's norm to the norm of its weights, and `eps` the smallest norm
     # used for weights.
     per_unit: ClassVar[bool] = False
-    # `limit` is one of singular values, of each gradient as the matrix [out, rest]. Its norm, and
-    # what `norm_type` inf stands for, is the largest of them.
-    spectral: ClassVar[bool] = False
-    # Of a spectral rule: whether singular values come near the limit smoothly.
-    soft: bool
     # The number of parameters that `exclude` names, of any model.
     excludes: ClassVar[Any] = 0
     # Elements are clamped to `bounds`, the least and the largest value by dtype. A norm is measured
@@ -227,7 +222,7 @@ class Rule(_Checked):
                 as_eps("eps", eps)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self.name}: {error}") from None
-        return Norm(p, self.per_gradient, self if self.per_unit or self.spectral else None)
+        return Norm(p, self.per_gradient, self if self.per_unit else None)
 
     @property
     def name(self) -> str:
