@@ -1,7 +1,7 @@
 """Calls that do the same, timed in turn, and handed over to pytest-benchmark one by one.
 
 A test of pytest-benchmark times one call. Ratios of times are honest on a busy machine only where
-the calls take turns (`tritonclip.samples`). So the first test of a case times all calls of the
+the calls take turns (`bench.samples`). So the first test of a case times all calls of the
 case, and each test hands over the samples of one.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tritonclip.samples import Samples, Timed, interleaved, paired, spread
+from bench.samples import Samples, Timed, interleaved, paired, spread
 
 CPU = torch.device("cpu")
 # Of all providers of a case.

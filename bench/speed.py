@@ -18,9 +18,9 @@ from bench import timing
 from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import AllSamples, Comparison, Effort, ratio
 from bench.providers import BASELINES, Entry, Provider
+from bench.samples import Timed, paired
 from bench.workloads import CLIPS
 from helpers.graphs import captured
-from tritonclip.samples import Timed, paired
 
 # Longer lists on a CPU stand beside torch.sum over as many bytes: the time to read them once.
 SUMMED = 2**23

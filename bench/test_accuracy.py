@@ -20,8 +20,8 @@ from torch import Tensor
 import tritonclip
 from bench.accuracy import OURS, norm, normal
 from bench.comparison import CPU, hand_over
+from bench.samples import Samples
 from bench.workloads import WORKLOADS, dtype_of
-from tritonclip.samples import Samples
 
 NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "tritonclip": tritonclip.get_total_norm,

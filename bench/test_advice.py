@@ -16,7 +16,7 @@ import pytest
 
 from bench.advice import ADVICE, TASKS, outcomes_of
 from bench.comparison import hand_over
-from tritonclip.samples import Samples
+from bench.samples import Samples
 
 # Of trainings that are judged.
 SEEDS = (0, 1, 2)

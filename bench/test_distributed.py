@@ -32,9 +32,9 @@ from torch.multiprocessing.spawn import spawn
 import tritonclip
 from bench.accuracy import OURS
 from bench.comparison import AllSamples, Comparison, Effort, beside_torch, hand_over
+from bench.samples import Samples, Timed
 from helpers import reference
 from helpers.spread import collectives_of, mesh_of, parameter, whole, with_partial
-from tritonclip.samples import Samples, Timed
 
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
 SIZES, ELEMENTS = (10, 100, 1000, 3000), 64

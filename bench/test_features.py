@@ -25,9 +25,9 @@ from bench import timing
 from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
 from bench.providers import sgd_of
+from bench.samples import Timed
 from bench.test_host import recorder, step_of
 from bench.workloads import STEPS, WORKLOADS, named
-from tritonclip.samples import Timed
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -30,11 +30,11 @@ from bench import timing
 from bench.accuracy import EPS, Gradients
 from bench.comparison import Effort, hand_over
 from bench.providers import NAMED, sgd_of
+from bench.samples import Samples, Timed, paired, sample, spread
 from bench.test_host import BY_TORCH, FEATURES, step_of
 from bench.test_training import CLIPS, steps_of, take_turns
 from bench.workloads import WORKLOADS, Workload
 from tritonclip.backends.interface import Clip
-from tritonclip.samples import Samples, Timed, paired, sample, spread
 
 pytestmark = [
     pytest.mark.gpu,

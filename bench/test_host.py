@@ -30,9 +30,9 @@ import tritonclip
 from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, beside_torch, hand_over
 from bench.providers import NAMED, sgd_of
+from bench.samples import Samples, Timed, interleaved
 from bench.workloads import WORKLOADS, Workload
 from helpers.absent_gpu import absent_gpu, kernel_module, launches, replaced_launch
-from tritonclip.samples import Samples, Timed, interleaved
 
 NEEDS_TRITON = pytest.mark.skipif(
     not find_spec("triton"), reason="triton is not installed: pip install -e '.[triton]'"

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import tritonclip
 from bench.comparison import CPU, AllSamples, Effort, hand_over
 from bench.models import MODELS
-from tritonclip.samples import Timed, interleaved, paired, spread
+from bench.samples import Timed, interleaved, paired, spread
 
 Clip = Callable[..., object]
 CLIPS: dict[str, Clip] = {

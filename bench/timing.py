@@ -1,6 +1,6 @@
 """How time on the GPU, launches and memory are measured. All times are in microseconds.
 
-Wall and host time are sampled by `tritonclip.samples`. Device: between two events on the GPU,
+Wall and host time are sampled by `bench.samples`. Device: between two events on the GPU,
 around a call that was queued long before the GPU got to it, with the L2 cache holding something
 else. Graph: the same for the replay of a CUDA graph of the call. On a CPU there is wall time only.
 """
@@ -19,7 +19,7 @@ import torch
 from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
 
-from tritonclip.samples import Timed, synchronize
+from bench.samples import Timed, synchronize
 
 # The profiler would tell of its own stages on the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -56,7 +56,6 @@ from tritonclip.torch_compat import (
 if TYPE_CHECKING:
     from tritonclip.advice.finder import find_max_norm
     from tritonclip.advice.suggestion import suggest_max_norm
-    from tritonclip.comparison import compare
     from tritonclip.integrations.patching import patch_torch
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
@@ -96,7 +95,6 @@ __all__ = [
     "clip_grads_with_norm_",
     "clip_on_backward_",
     "clip_tensors_",
-    "compare",
     "find_max_norm",
     "functional",
     "get_total_norm",
@@ -116,7 +114,6 @@ _LAZY = {
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
-    "compare": "comparison",
     "find_max_norm": "advice.finder",
     "norms_by_name": "named_norms",
     "patch_torch": "integrations.patching",

@@ -9,7 +9,7 @@ import pytest
 
 from bench import comparison
 from bench.comparison import Comparison, Effort, hand_over, ratio
-from tritonclip.samples import Samples, Timed
+from bench.samples import Samples, Timed
 
 
 def samples(*walls: float) -> Samples:

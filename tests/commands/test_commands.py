@@ -17,7 +17,7 @@ from tritonclip.messages import printable
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
-COMMANDS = ("doctor", "run", "compare", "find", "suggest", "plot")
+COMMANDS = ("doctor", "run", "find", "suggest", "plot")
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_file_that_is_no_history_ends_with_a_message(path, run, command, text,
     "arguments",
     [
         ["nonsense"],
-        ["compare"],
+        ["find"],
         ["run", "--record", "a.csv"],
         ["suggest"],
         ["suggest", "a.csv", "--warmup", "-1"],
@@ -321,7 +321,7 @@ def test_import_and_suggestion_import_no_recorder_no_triton_and_no_extra():
 
 
 def test_public_names_are_listed():
-    names = {"Recorder", "compare", "norms_by_name", "record", "suggest_max_norm"}
+    names = {"Recorder", "find_max_norm", "norms_by_name", "record", "suggest_max_norm"}
     assert names <= set(tritonclip.__all__)
     assert names <= set(dir(tritonclip))
     assert isinstance(sys.modules["tritonclip"].Recorder, type)

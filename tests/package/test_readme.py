@@ -126,10 +126,9 @@ def _long_run(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
 
 
 def _short(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """Trials and measurements that are shorter than by default."""
-    for name, length, value in (("find_max_norm", "steps", 30), ("compare", "seconds", 0.1)):
-        shorter = functools.partial(getattr(tritonclip, name), **{length: value})
-        request.getfixturevalue("monkeypatch").setattr(tritonclip, name, shorter)
+    """Trials that are shorter than by default."""
+    shorter = functools.partial(tritonclip.find_max_norm, steps=30)
+    request.getfixturevalue("monkeypatch").setattr(tritonclip, "find_max_norm", shorter)
 
 
 SECTIONS = _sections()
@@ -141,7 +140,6 @@ SETTINGS: dict[str, Callable[[dict[str, Any], pytest.FixtureRequest], None]] = {
     "recipes-muon-and-other-matrix-optimizers": _muon,
     "compile-torchcompile-and-cuda-graphs": _compile,
     "choosing_max_norm-record-and-ask": _long_run,
-    "comparing-on-a-model": _short,
     "finding_max_norm-finding-a-limit-by-trying": _short,
 }
 TUTORIAL = "tutorial-tutorial-from-no-clipping-to-a-limit"

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from tritonclip import torch_compat
-from tritonclip.comparison import time_text
 from tritonclip.integrations.patching import Call, original_of
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.samples import synchronize
 
 # The functions that return the norm of what they get.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
@@ -118,7 +116,7 @@ class CallLog:
         device = tensors[0].device
         if device.type == "cuda":
             # The backward pass is not the call's.
-            synchronize(device)
+            _synchronize(device)
             arrived = perf_counter_ns()
         if self._left:
             self._outside += (arrived - self._left) / 1e3
@@ -142,10 +140,10 @@ class CallLog:
         is_checked = n % _CHECKED_IN < 2
         if is_checked and call.name in _MEASURING:
             other = _norm_by(not is_ours, tensors, call.arguments.get("norm_type", 2.0))
-            synchronize(device)
+            _synchronize(device)
 
         def done(result: Any) -> None:
-            synchronize(device)
+            _synchronize(device)
             wall = (perf_counter_ns() - start) / 1e3
             calls.add(is_ours, None if is_checked else wall)
             if other is not None:
@@ -252,6 +250,19 @@ def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float |
         return None
 
 
+def _synchronize(device: torch.device) -> None:
+    """Waits for all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time_text(us: float) -> str:
+    """A time in microseconds, with its unit."""
+    return (
+        f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us" if us < 10_000 else f"{us / 1e3:,.1f} ms"
+    )
+
+
 def _number(norm: Any) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -279,7 +290,7 @@ def _lines(calls: _List) -> list[str]:
     """The calls on one list of gradients."""
     times = []
     for walls, share in zip(calls.walls, _shares(calls), strict=True):
-        low, middle, high = map(time_text, statistics.quantiles(walls, n=4))
+        low, middle, high = map(_time_text, statistics.quantiles(walls, n=4))
         times.append(f"{middle} ({low} to {high}), {share:.1%} of the time")
     torchs, ours = map(statistics.median, calls.walls)
     ratio = f"  {torchs / ours:.2f}x"
@@ -305,11 +316,11 @@ def _verdict(calls: _List) -> str:
         )
     if ours > torchs:
         return (
-            f"tritonclip does not help the speed of this run: a call takes {time_text(ours)} in "
-            f"place of {time_text(torchs)}."
+            f"tritonclip does not help the speed of this run: a call takes {_time_text(ours)} in "
+            f"place of {_time_text(torchs)}."
         )
     saved = (torchs - ours) / (torchs + statistics.fmean(calls.gaps))
-    text = f"a call takes {time_text(ours)} in place of {time_text(torchs)}"
+    text = f"a call takes {_time_text(ours)} in place of {_time_text(torchs)}"
     if saved < _MATTERS:
         return (
             f"tritonclip is faster, but it hardly matters here: {text}, which saves {saved:.2%} of "

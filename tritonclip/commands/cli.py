@@ -18,9 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn import Module
-
 import tritonclip
 from tritonclip.commands import script
 from tritonclip.commands.call_log import CallLog, rank
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 
 # Options of `run` that a script may be given by mistake.
 _OF_RUN = {"--compare", "--record"}
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor()
     if chosen.command == "run":
         return run(chosen)
-    if chosen.command == "compare":
-        return compare(chosen)
     try:
         return {"find": find, "plot": plot, "suggest": suggest}[chosen.command](chosen)
     except ModuleNotFoundError as error:
@@ -87,11 +81,6 @@ def _parser() -> argparse.ArgumentParser:
             "run",
             "run a script as it is, with torch's functions that clip replaced by tritonclip's",
             _add_run,
-        ),
-        (
-            "compare",
-            "time clipping by torch and by tritonclip on the gradients of your model",
-            _add_compare,
         ),
         ("find", "train for short times under many limits, and say which is best", _add_find),
         (
@@ -140,25 +129,6 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     )
     # Else Python 3.11 and before say so where there is no script.
     rest.required = False
-
-
-def _add_compare(command: argparse.ArgumentParser) -> None:
-    """The arguments of `compare`."""
-    command.add_argument(
-        "target",
-        metavar="MODULE:NAME",
-        help="such as mymodule:make_model: a function without arguments in a module that can be "
-        "imported from here. It returns a torch.nn.Module, or a pair (module, loss_of), where "
-        "loss_of(module) is the loss of a training step, for the share that clipping has in a "
-        "step. A module or such a pair itself will do",
-    )
-    command.add_argument(
-        "--dtype", choices=_DTYPES, help="cast the module to it; loss_of has to follow"
-    )
-    command.add_argument("--device", type=_device, help="move the module to it: cpu, cuda, cuda:1")
-    command.add_argument(
-        "--seconds", type=_positive, default=4.0, help="about how long to take samples (4)"
-    )
 
 
 def _add_find(command: argparse.ArgumentParser) -> None:
@@ -220,13 +190,6 @@ def _add_plot(command: argparse.ArgumentParser) -> None:
         metavar="FIGURE",
         help="a .png or .svg file; by default FILE as .png, if there is none",
     )
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:1, got {text}") from None
 
 
 def _positive(text: str) -> float:
@@ -300,17 +263,6 @@ def _recorded(recorder: Recorder, file: str, earlier: int) -> str:
     return f"norms are {run}: python -m tritonclip suggest {file}"
 
 
-def compare(chosen: argparse.Namespace) -> int:
-    """Prints a comparison on the model of a target; returns 1 where there is none."""
-    try:
-        model, loss_of = _model_of(chosen.target)
-        model = model.to(chosen.device, getattr(torch, chosen.dtype) if chosen.dtype else None)
-        print(tritonclip.compare(model, loss_of, seconds=chosen.seconds))
-    except (Exception, SystemExit) as error:
-        return _fail(error)
-    return 0
-
-
 def _fail(error: BaseException) -> int:
     """Prints an error; with its traceback where it is not of the library itself."""
     text = str(error)
@@ -321,20 +273,6 @@ def _fail(error: BaseException) -> int:
         text += '; what a script does belongs under if __name__ == "__main__":'
     print(f"Error: {text}", file=sys.stderr)
     return 1
-
-
-def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
-    """The module of a target and its loss, if it has one."""
-    found = _object_of(target)
-    if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
-        found = found()
-    model, loss_of = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-    if not isinstance(model, Module) or not (loss_of is None or callable(loss_of)):
-        raise TypeError(
-            f"{target}: expected a torch.nn.Module, or (module, loss_of) with a function "
-            f"loss_of(module) that returns the loss, got {found!r:.80}"
-        )
-    return model, loss_of
 
 
 def _object_of(target: str) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 # Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
 # Each by its own time: one call between long ones of others would find its code out of cache.
-SAMPLE_US, MOST_CALLS, MOST_SAMPLES = 1000.0, 50, 300
+SAMPLE_US, MOST_CALLS = 1000.0, 50
 # Rounds before the first sample; the first of them warms up, the others tell the usual time.
 WARM_UP = 4
 
@@ -93,7 +93,7 @@ def interleaved(
     n_samples: int,
     seconds: float,
     *,
-    most_samples: int = MOST_SAMPLES,
+    most_samples: int = 300,
     most_calls: int = MOST_CALLS,
     warm_up: int = WARM_UP,
 ) -> list[Samples]:
@@ -101,7 +101,7 @@ def interleaved(
 
     They are paired: each round goes through all calls in another order, so that whatever slows the
     machine down for a while slows all of them. `warm_up` rounds come first: two or more. Garbage is
-    collected between rounds only.
+    collected afterwards.
     """
     shuffle = random.Random(0)
     collects = gc.isenabled()
@@ -117,9 +117,6 @@ def interleaved(
         for done in range(most_samples):
             if done >= n_samples and perf_counter_ns() >= end:
                 break
-            if done and done % MOST_SAMPLES == 0:
-                # Cycles that the calls leave behind would fill the memory.
-                gc.collect()
             for i in shuffle.sample(range(len(timed)), len(timed)):
                 host, wall = sample(timed[i], device, batches[i])
                 result[i].hosts.append(host)

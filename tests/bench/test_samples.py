@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from functools import partial
 
 import pytest
 import torch
 
-from tritonclip import samples
-from tritonclip.samples import Timed
+from bench import samples
+from bench.samples import Timed
 
 CPU = torch.device("cpu")
 
@@ -70,15 +69,3 @@ def test_garbage_collection_is_as_before_also_after_an_error(collects):
     finally:
         (gc.enable if before else gc.disable)()
     assert not any(seen)
-
-
-def test_garbage_of_many_rounds_is_collected():
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself = self
-            alive.add(self)
-
-    alive = weakref.WeakSet[Cycle]()
-    most = samples.MOST_SAMPLES
-    samples.interleaved([Timed(Cycle)], CPU, 3 * most, 0.0, most_samples=3 * most, most_calls=1)
-    assert len(alive) <= most + samples.WARM_UP
