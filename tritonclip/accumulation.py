@@ -24,7 +24,6 @@ from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import are_apart, find_overlap, has_overlap, memory_of
 from tritonclip.engine.plan import unique_indices
-from tritonclip.hints import explained
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
@@ -38,10 +37,6 @@ if TYPE_CHECKING:
 _open_blocks: dict[int, set[int]] = {}
 
 
-@explained(
-    "accumulate_(parameters, 1.0)",
-    {"clip_value min max clip_factor mode": "{usual}, which clips by one norm alone"},
-)
 def accumulate_(
     parameters: Parameters,
     clip: float | ClipByGlobalNorm,
@@ -117,7 +112,7 @@ def accumulate_(
         Clipping each micro-batch: https://arxiv.org/abs/2605.02701 (2026), and
         https://arxiv.org/abs/2408.16204 (2024).
     """
-    rule = clip if isinstance(clip, Rule) else as_rule(clip)
+    rule = clip if isinstance(clip, Rule) else as_rule("clip", clip)
     if not isinstance(rule, ClipByGlobalNorm) or not rule.fixed:
         raise TypeError(
             f"accumulate_ clips each micro-batch by one norm, got {rule}; expected a number or a "

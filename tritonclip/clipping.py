@@ -25,7 +25,6 @@ from tritonclip.engine.checks import (
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.hints import ABSENT, misfit, receives_misfits
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -50,7 +49,7 @@ Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]]
 @overload
 def clip_(  # type: ignore[overload-overlap]  # a Rule that is no ClipByValue measures a norm
     parameters: Parameters,
-    clip: ClipByValue,
+    max_norm: ClipByValue,
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
@@ -61,7 +60,7 @@ def clip_(  # type: ignore[overload-overlap]  # a Rule that is no ClipByValue me
 @overload
 def clip_(
     parameters: Parameters,
-    clip: float | Rule,
+    max_norm: float | Rule,
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
@@ -69,17 +68,15 @@ def clip_(
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor: ...
-@receives_misfits
 def clip_(
     parameters: Parameters,
-    clip: float | Rule,
-    *_excess: object,
+    max_norm: float | Rule,
+    *,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
     state: ClipState | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
-    **_unknown: object,
 ) -> Tensor | None:
     """Clips the gradients of parameters in place and returns their norm *before* clipping.
 
@@ -106,8 +103,8 @@ def clip_(
             show the names. Parameters without a gradient or with `need_clip = False` are left out.
             Floating-point or complex, dense or sparse COO, on any devices. DTensors have one norm
             over all shards.
-        clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
-            :class:`ClipByValue`.
+        max_norm: the largest norm of all gradients together; or a rule, such as
+            :class:`ClipByNorm` or :class:`ClipByValue`.
         nonfinite: if a norm (for ClipByValue an element) is NaN or inf, "propagate" behaves like
             torch, "error" raises and changes nothing, "zero" sets every gradient to 0.
         grad_scale: the loss scale, a number or a one-element tensor. Gradients are divided by it in
@@ -134,17 +131,15 @@ def clip_(
         A call that raises has changed nothing. docs/clipping.md has the whole contract, and
         docs/distributed.md that of several processes.
     """
-    if _excess or _unknown or clip is ABSENT:
-        raise misfit(clip_, parameters, clip, *_excess, **_unknown)
     return clip_gradients_(
-        clip_, parameters, clip, nonfinite, grad_scale, state, process_group, copies
+        clip_, parameters, max_norm, nonfinite, grad_scale, state, process_group, copies
     )
 
 
 @overload
 def clip_tensors_(  # type: ignore[overload-overlap]  # a Rule that is no ClipByValue measures a norm
     tensors: Tensors,
-    clip: ClipByValue,
+    max_norm: ClipByValue,
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
@@ -155,7 +150,7 @@ def clip_tensors_(  # type: ignore[overload-overlap]  # a Rule that is no ClipBy
 @overload
 def clip_tensors_(
     tensors: Tensors,
-    clip: float | Rule,
+    max_norm: float | Rule,
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
@@ -163,17 +158,15 @@ def clip_tensors_(
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor: ...
-@receives_misfits
 def clip_tensors_(
     tensors: Tensors,
-    clip: float | Rule,
-    *_excess: object,
+    max_norm: float | Rule,
+    *,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
     state: ClipState | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
-    **_unknown: object,
 ) -> Tensor | None:
     """Clips tensors themselves in place, not their `.grad`; returns their norm *before* clipping.
 
@@ -192,8 +185,8 @@ def clip_tensors_(
         tensors: tensors, of which None is left out, or (name, tensor) pairs. Messages show the
             name or the position. A tensor that occurs several times counts once. Kinds as for
             :func:`clip_`.
-        clip: the largest norm of all tensors together; or a rule, but no :class:`ClipByUnitNorm`,
-            which compares gradients with weights.
+        max_norm: the largest norm of all tensors together; or a rule, but no
+            :class:`ClipByUnitNorm`, which compares gradients with weights.
         nonfinite: "propagate", "error" or "zero", as for :func:`clip_`.
         grad_scale: the loss scale that the tensors carry, as for :func:`clip_`.
         state: a :class:`ClipState`, for a rule whose limit changes. It knows tensors by position: a
@@ -210,10 +203,8 @@ def clip_tensors_(
             weights. Also a rule with `exclude`, and what :func:`clip_` cannot clip.
         ValueError, RuntimeError: for the reasons of :func:`clip_`.
     """
-    if _excess or _unknown or clip is ABSENT:
-        raise misfit(clip_tensors_, tensors, clip, *_excess, **_unknown)
     return clip_gradients_(
-        *(clip_tensors_, tensors, clip, nonfinite, grad_scale, state, process_group, copies),
+        *(clip_tensors_, tensors, max_norm, nonfinite, grad_scale, state, process_group, copies),
         are_gradients=True,
     )
 
@@ -221,7 +212,7 @@ def clip_tensors_(
 def clip_gradients_(
     call: Callable[..., Any],
     argument: Any,
-    clip: float | Rule,
+    max_norm: float | Rule,
     nonfinite: Nonfinite,
     grad_scale: float | Tensor | None = None,
     state: ClipState | None = None,
@@ -238,11 +229,11 @@ def clip_gradients_(
     norms of DTensors, are those of torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    if type(clip) is float and not is_compiling:
+    if type(max_norm) is float and not is_compiling:
         # As `as_rule`, in one call less.
-        rule: Rule = known_rule(ClipByGlobalNorm, clip)
+        rule: Rule = known_rule(ClipByGlobalNorm, max_norm)
     else:
-        rule = clip if isinstance(clip, Rule) else as_rule(clip)
+        rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if are_gradients and (rule.per_unit or rule.excludes):

@@ -13,7 +13,6 @@ from contextvars import ContextVar, Token
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from tritonclip.hints import explained
 from tritonclip.messages import ClippingWarning
 
 P = ParamSpec("P")
@@ -123,7 +122,6 @@ def use_backend(name: str) -> Block:
     return Block(_chosen_backend, name, f"use_backend({name!r})", f"TRITONCLIP_BACKEND={name}")
 
 
-@explained("verify()", {"*": "with tritonclip.verify(): ...; only calls in the block are checked"})
 def verify() -> Block:
     """Checks every call in a block against the torch backend in float64.
 

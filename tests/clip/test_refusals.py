@@ -223,7 +223,7 @@ def test_gradients_made_in_inference_mode_are_refused(device, rule):
     with torch.inference_mode():
         made_there = normal(3, device=device)
     grads = [normal(3, device=device), made_there, normal(2, device=device)]
-    call = partial(tritonclip.clip_, clip=rule)
+    call = partial(tritonclip.clip_, max_norm=rule)
     if rule is None:
         total = torch.tensor(5.0, device=device)
         call = partial(tritonclip.clip_grads_with_norm_, max_norm=0.1, total_norm=total)

@@ -50,11 +50,11 @@ class Report(TrainerCallback):
         self.norms += [logs["clip/norm"]] if "loss" in logs else []
 
 
-def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), clip=None, **options):
+def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), max_norm=None, **options):
     """A trainer with SGD, to which the length of a gradient matters."""
     clipping = {}
     if issubclass(kind, ClippingMixin):
-        clipping["clip"] = MAX_NORM if clip is None else clip
+        clipping["max_norm"] = MAX_NORM if max_norm is None else max_norm
         clipping["nonfinite"] = options.pop("nonfinite", "propagate")
     else:
         options = {"max_grad_norm": 0.0, **options}
@@ -148,7 +148,7 @@ def test_gradients_are_measured_by_the_wrapper_alone(tmp_path, monkeypatch):
 
 
 def test_rules_that_measure_nothing_log_nothing(tmp_path):
-    trainer = trained(tmp_path, clip=tritonclip.ClipByValue(1e-3))
+    trainer = trained(tmp_path, max_norm=tritonclip.ClipByValue(1e-3))
 
     assert stats_of(trainer)["steps"] == STEPS
     assert not any(name.startswith("clip") for row in trainer.state.log_history for name in row)
@@ -170,7 +170,7 @@ def test_optimizer_of_the_user_is_wrapped(tmp_path):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
     given: Any = {"train_dataset": sequences(STEPS), "optimizers": (inner, scheduler)}
-    trainer = ClippingTrainer(model, arguments_of(tmp_path), clip=MAX_NORM, **given)
+    trainer = ClippingTrainer(model, arguments_of(tmp_path), max_norm=MAX_NORM, **given)
 
     trainer.train()
 
@@ -193,7 +193,9 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
 
 
 def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    trainer = ClippingTrainer(language_model(), arguments_of(tmp_path), clip=1.0, recorder="ours")
+    trainer = ClippingTrainer(
+        language_model(), arguments_of(tmp_path), max_norm=1.0, recorder="ours"
+    )
 
     trainer.create_optimizer()
 
@@ -251,7 +253,7 @@ def test_wrapped_optimizers_are_refused(tmp_path):
     wrapped = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
 
     with pytest.raises(ValueError, match="optimizers= has a ClippedOptimizer"):
-        ClippingTrainer(model, arguments_of(tmp_path), optimizers=(wrapped, None), clip=1.0)
+        ClippingTrainer(model, arguments_of(tmp_path), optimizers=(wrapped, None), max_norm=1.0)
 
 
 def test_marks_on_modules_are_refused(tmp_path):
@@ -260,12 +262,6 @@ def test_marks_on_modules_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"module\.lm_head .* has need_clip = False"):
         trainer.train()
-
-
-@pytest.mark.parametrize("kind", [ClippingTrainer, ClippingWithDeepSpeed])
-def test_trainer_without_a_clip_says_what_to_write(tmp_path, kind):
-    with pytest.raises(TypeError, match=r"missing a required .*: 'clip'; .* \.\.\., clip=1\.0\)"):
-        kind(model=language_model(), args=arguments_of(tmp_path))
 
 
 def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):
@@ -282,8 +278,8 @@ def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):
 
 
 def test_other_clips_than_rules_are_refused():
-    with pytest.raises(TypeError, match="clip must be a number"):
-        ClippingTrainer(clip=cast(Any, "1.0"))
+    with pytest.raises(TypeError, match="max_norm must be a number"):
+        ClippingTrainer(max_norm=cast(Any, "1.0"))
 
 
 class ClipByTorch(TrainerCallback):

@@ -104,9 +104,13 @@ def test_constructor_takes_an_optimizer_whose_wrapper_is_gone():
 @pytest.mark.parametrize(
     ("clip", "error", "message"),
     [
-        ("1", TypeError, "clip must be"),
-        (None, TypeError, r"clip must be.*got None .*; float\('inf'\) measures and clips nothing"),
-        (True, TypeError, "clip must be"),
+        ("1", TypeError, "{name} must be a number"),
+        (
+            None,
+            TypeError,
+            r"{name} must be.*got None .*; float\('inf'\) measures and clips nothing",
+        ),
+        (True, TypeError, "{name} must be a number"),
         (-1.0, ValueError, "must be 0 or more, got -1.0"),
         (torch.nan, ValueError, "must be 0 or more, got nan"),
     ],
@@ -115,6 +119,7 @@ def test_constructor_takes_an_optimizer_whose_wrapper_is_gone():
 @pytest.mark.parametrize("where", ["constructor", "attribute"])
 def test_unknown_rule_is_refused(clip, error, message, where):
     weight, wrapper = one_weight()
+    message = message.format(name="max_norm" if where == "constructor" else "clip")
     if where == "constructor":
         inner = SGD([weight])
         with pytest.raises(error, match=message):

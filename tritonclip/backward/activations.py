@@ -23,7 +23,6 @@ from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.by_value import clamped
 from tritonclip.functional.coefficients import filled
 from tritonclip.functional.formulas import coefficient_of, norm_of
-from tritonclip.hints import explained
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.rules.arguments import as_number
@@ -33,7 +32,6 @@ from tritonclip.rules.arguments import as_number
 plans = PlanCache(capacity=256)
 
 
-@explained("clip_backward(x, ClipByNorm(1.0))")
 def clip_backward(
     x: Tensor, rule: ClipByNorm | ClipByValue, *, nonfinite: str = "propagate"
 ) -> Tensor:
@@ -103,7 +101,6 @@ def clip_backward(
     return result
 
 
-@explained("ClipBackward(ClipByNorm(1.0))")
 class ClipBackward(Module):
     """A module that returns its input, and clips the gradient of it; for `torch.nn.Sequential`.
 

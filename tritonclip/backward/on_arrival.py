@@ -18,7 +18,6 @@ from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import with_labels
 from tritonclip.engine.checks import check_policy
 from tritonclip.engine.fsdp1 import FSDP_MARK
-from tritonclip.hints import explained
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
@@ -42,7 +41,6 @@ class ClippingHandle:
         self.remove()
 
 
-@explained("clip_on_backward_(parameters, ClipByNorm(1.0))")
 def clip_on_backward_(
     parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     rule: ClipByNorm | ClipByValue,

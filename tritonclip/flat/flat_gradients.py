@@ -18,14 +18,9 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch
-from tritonclip.hints import explained
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
 
 
-@explained(
-    "FlatGradients(model)",
-    {"max_norm clip_value clip": "clip_({usual}, {value})", "*": "clip_({usual}, 1.0) to clip"},
-)
 class FlatGradients:
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 

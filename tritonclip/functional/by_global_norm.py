@@ -14,7 +14,6 @@ from tritonclip.functional.coefficients import as_limit_or_tensor, coefficients_
 from tritonclip.functional.norms import norm_of_all
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
-from tritonclip.hints import explained
 
 T = TypeVar("T")
 
@@ -58,7 +57,6 @@ def global_norm(tensors: Any) -> Tensor:
     return norm_of_all(values).to(result_dtype(values))
 
 
-@explained("clip_by_global_norm(tensors, 1.0)")
 def clip_by_global_norm(
     tensors: T, max_norm: float | Tensor, use_norm: float | Tensor | None = None
 ) -> tuple[T, Tensor]:

@@ -17,13 +17,11 @@ from tritonclip.functional.coefficients import as_limit_or_tensor, coefficient_o
 from tritonclip.functional.norms import norms_of_each, norms_over
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
-from tritonclip.hints import explained
 from tritonclip.rules.arguments import as_norm_type
 
 T = TypeVar("T")
 
 
-@explained("clip_by_norm(x, 1.0)")
 def clip_by_norm(
     x: T, max_norm: float | Tensor, dim: int | Sequence[int] | None = None, norm_type: float = 2.0
 ) -> T:
@@ -92,7 +90,6 @@ def clip_by_norm(
     return result
 
 
-@explained("clip_by_average_norm(x, 1.0)")
 def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
     """Scales each tensor whose norm over its number of elements exceeds `max_norm`, in new memory.
 
@@ -129,7 +126,6 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
     return _clip_each(x, max_norm, "max_norm", power=1.0)
 
 
-@explained("clip_by_rms(x, 1.0)")
 def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
     """Scales each tensor whose root mean square exceeds `max_rms`, in new memory.
 

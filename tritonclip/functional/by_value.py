@@ -12,7 +12,6 @@ from tritonclip.functional import c_loops
 from tritonclip.functional.coefficients import broadcasts, filled
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.functional.trees import Tree
-from tritonclip.hints import explained
 from tritonclip.rules.arguments import as_number
 
 T = TypeVar("T")
@@ -23,14 +22,6 @@ Bound = float | Tensor | None
 def clip_by_value(x: T, min: Bound, max: Bound) -> T: ...
 @overload
 def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
-@explained(
-    "clip_by_value(x, -0.5, 0.5)",
-    {
-        "clip_value": "clip_by_value(x, -{value}, {value})",
-        "min": "clip_by_value(x, {value}, 0.5), or min={value}",
-        "max": "clip_by_value(x, -0.5, {value}), or max={value}",
-    },
-)
 def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) -> T:
     """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 

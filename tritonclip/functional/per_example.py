@@ -28,7 +28,6 @@ from tritonclip.functional.coefficients import (
 )
 from tritonclip.functional.norms import is_readable, needs_grad, norms_of_rows
 from tritonclip.functional.trees import Tree
-from tritonclip.hints import explained
 from tritonclip.messages import join_names
 
 T = TypeVar("T")
@@ -78,10 +77,6 @@ def clip_per_example(
     nonfinite: Nonfinite = ...,
     add_to: T | None = ...,
 ) -> tuple[T, Any]: ...
-@explained(
-    "clip_per_example(gradients, 1.0)",
-    {"global_l2_norm_clip": "per_layer=True", "into out": "add_to=sums"},
-)
 def clip_per_example(
     gradients: T,
     max_norm: float | Tensor,

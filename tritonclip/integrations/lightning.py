@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 from tritonclip.engine.arguments import checked_parameters
-from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
@@ -33,7 +32,6 @@ __all__ = ["Clipping"]
 _made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
-@explained("Clipping(1.0)")
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 
@@ -55,15 +53,15 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         tensor(2)
 
     Args:
-        clip: the largest norm of all gradients of an optimizer; or a rule. A parameter group may
-            carry another rule under the key `clip`.
+        max_norm: the largest norm of all gradients of an optimizer; or a rule. A parameter group
+            may carry another rule under the key `clip`.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         log: whether to log; waits for the device when it does.
         recorder: a recorder made by :func:`~tritonclip.record`; for several optimizers a list with
             one for each, in their order.
 
     Raises:
-        TypeError, ValueError: no `clip`, or one that is no rule.
+        TypeError, ValueError: `max_norm` is no rule.
 
     Notes:
         `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by
@@ -75,13 +73,14 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     def __init__(
         self,
-        clip: float | Rule,
+        max_norm: float | Rule,
         *,
         nonfinite: StepNonfinite = "propagate",
         log: bool = True,
         recorder: Recorder | Sequence[Recorder] | None = None,
     ) -> None:
-        self.clip, self.nonfinite, self.recorder = as_rule(clip), nonfinite, recorder
+        self.clip = as_rule("max_norm", max_norm)
+        self.nonfinite, self.recorder = nonfinite, recorder
         # Lightning puts a method at the name `log`.
         self._logs = log
         self._logged_step = -1

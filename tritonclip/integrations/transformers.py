@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tritonclip.engine.arguments import checked_parameters
-from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.refusals import StepNonfinite
@@ -20,7 +19,6 @@ except ImportError as error:
 __all__ = ["ClippingMixin", "ClippingTrainer"]
 
 
-@explained("ClippingTrainer(model, arguments, ..., clip=1.0)")
 class ClippingMixin:
     """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 
@@ -39,7 +37,7 @@ class ClippingMixin:
         ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
         ...     report_to="none",
         ... )
-        >>> trainer = MyTrainer(model, arguments, train_dataset=data, clip=1.0)
+        >>> trainer = MyTrainer(model, arguments, train_dataset=data, max_norm=1.0)
         >>> result = trainer.train()
         {'loss': ..., 'clip/norm': ...}
         {'train_runtime': ...}
@@ -50,13 +48,13 @@ class ClippingMixin:
 
     Args:
         *args: for the trainer.
-        clip: the largest norm of all gradients together; or a rule.
+        max_norm: the largest norm of all gradients together; or a rule.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
         **kwargs: for the trainer.
 
     Raises:
-        TypeError: no `clip`, or one that is no rule.
+        TypeError: `max_norm` is no rule.
         ValueError: `max_grad_norm` is neither its default nor 0; `optimizers=` has a
             ClippedOptimizer; a module has `need_clip = False`, which belongs on parameters.
         RuntimeError: DeepSpeed, which clips in its engine; optimizers that step inside backward.
@@ -70,12 +68,13 @@ class ClippingMixin:
     def __init__(
         self,
         *args: Any,
-        clip: float | Rule,
+        max_norm: float | Rule,
         nonfinite: StepNonfinite = "propagate",
         recorder: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._clip, self._nonfinite, self._recorder = as_rule(clip), nonfinite, recorder
+        self._clip = as_rule("max_norm", max_norm)
+        self._nonfinite, self._recorder = nonfinite, recorder
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise RuntimeError(
@@ -84,14 +83,14 @@ class ClippingMixin:
             )
         if wrapper_in(self.optimizer) is not None:
             raise ValueError(
-                "optimizers= has a ClippedOptimizer, and clip= would wrap it once more; expected a "
-                "bare optimizer"
+                "optimizers= has a ClippedOptimizer, and max_norm= would wrap it once more; "
+                "expected a bare optimizer"
             )
         limit = self.args.max_grad_norm
         if limit and limit != type(self.args).max_grad_norm:
             # Somebody chose it.
             raise ValueError(
-                f"max_grad_norm={limit} would clip before the optimizer, in which clip= clips; "
+                f"max_grad_norm={limit} would clip before the optimizer, in which max_norm= clips; "
                 "expected one of the two: max_grad_norm=0.0, or a plain Trainer"
             )
         self.args.max_grad_norm = 0.0
@@ -128,7 +127,7 @@ class ClippingMixin:
 
 
 class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
-    """A `transformers.Trainer` with the argument `clip`; all else is as for `ClippingMixin`.
+    """A `transformers.Trainer` with the argument `max_norm`; all else is as for `ClippingMixin`.
 
     Example:
         >>> import tempfile, torch
@@ -140,7 +139,7 @@ class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc
         ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
         ...     report_to="none",
         ... )
-        >>> trainer = ClippingTrainer(model, arguments, train_dataset=data, clip=1.0)
+        >>> trainer = ClippingTrainer(model, arguments, train_dataset=data, max_norm=1.0)
         >>> result = trainer.train()
         {'loss': ..., 'clip/norm': ...}
         {'train_runtime': ...}

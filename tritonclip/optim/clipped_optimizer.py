@@ -13,7 +13,6 @@ from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine.misuse import IN_VAIN
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.hints import explained
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
@@ -61,15 +60,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@explained(
-    "ClippedOptimizer(optimizer, 1.0)",
-    {
-        "lr params weight_decay momentum betas": "ClippedOptimizer(torch.optim.SGD(parameters, "
-        "lr=0.1), 1.0)",
-        "scaler": "tritonclip.GradScaler(), whose step(optimizer) unscales",
-        "grad_scale loss_scale": "optimizer.step(grad_scale={value})",
-    },
-)
 class ClippedOptimizer(ScalerSide):
     """Wraps an optimizer so that every `step` clips the gradients first, and counts clipped steps.
 
@@ -97,8 +87,8 @@ class ClippedOptimizer(ScalerSide):
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
-            :class:`ClipByValue`.
+        max_norm: the largest norm of all gradients together; or a rule, such as
+            :class:`ClipByNorm` or :class:`ClipByValue`.
         nonfinite: the policy for a step whose gradients or norms are NaN or inf.
 
             - "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
@@ -170,7 +160,7 @@ class ClippedOptimizer(ScalerSide):
     def __init__(
         self,
         optimizer: Optimizer,
-        clip: float | Rule,
+        max_norm: float | Rule,
         *,
         nonfinite: StepNonfinite = "propagate",
         skip_above: float | Outlier | None = None,
@@ -183,7 +173,7 @@ class ClippedOptimizer(ScalerSide):
         check_optimizer(optimizer)
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
-        self._grouping = Grouping(optimizer, as_rule(clip), processes)
+        self._grouping = Grouping(optimizer, as_rule("max_norm", max_norm), processes)
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
@@ -219,7 +209,7 @@ class ClippedOptimizer(ScalerSide):
 
     @clip.setter
     def clip(self, clip: float | Rule) -> None:
-        self._grouping.rule = as_rule(clip)
+        self._grouping.rule = as_rule("clip", clip)
 
     @property
     def flat(self) -> FlatGradients | None:
@@ -652,6 +642,6 @@ class ClippedOptimizer(ScalerSide):
     def __repr__(self) -> str:
         above = "" if self.skip_above is None else f"skip_above={self.skip_above}, "
         return (
-            f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, {above}"
+            f"ClippedOptimizer(max_norm={self.clip}, nonfinite={self.nonfinite!r}, {above}"
             f"optimizer={self.optimizer!r})"
         )

@@ -7,16 +7,11 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonclip.hints import explained
 from tritonclip.optim.amp import takes_found_inf
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.wrapping import wrapper_of
 
 
-@explained(
-    'GradScaler("cuda")',
-    {"max_norm clip_value clip": "ClippedOptimizer(optimizer, {value}), which the scaler steps"},
-)
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
 

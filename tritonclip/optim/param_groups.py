@@ -70,7 +70,7 @@ def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]
     try:
-        return None if clip is None else as_rule(clip)
+        return None if clip is None else as_rule("clip", clip)
     except (TypeError, ValueError) as error:
         raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None
 

@@ -25,7 +25,7 @@ from tritonclip.rules.rule import Adaptive, Measured, Rule, checked, number_of, 
 T = TypeVar("T", bound=Rule)
 
 
-@rule()
+@rule
 class _ClipNorm(Rule):
     max_norm: float | Schedule = checked(as_limit_or_schedule)
     norm_type: float = checked(as_norm_type, default=2.0)
@@ -35,7 +35,7 @@ class _ClipNorm(Rule):
     known_limit = property(attrgetter("max_norm"))
 
 
-@rule("ClipByGlobalNorm(1.0)", elsewhere=["ClipGradByGlobalNorm"])
+@rule
 class ClipByGlobalNorm(_ClipNorm):
     """Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
 
@@ -73,7 +73,7 @@ class ClipByGlobalNorm(_ClipNorm):
     """
 
 
-@rule("ClipByNorm(1.0)", elsewhere=["ClipGradByNorm"])
+@rule
 class ClipByNorm(_ClipNorm):
     """Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
 
@@ -112,7 +112,7 @@ class ClipByNorm(_ClipNorm):
     per_gradient: ClassVar[bool] = True
 
 
-@rule("ClipByRMS(1.0)")
+@rule
 class ClipByRMS(Rule):
     """Scales each gradient whose root mean square before clipping exceeds `max_rms`.
 
@@ -180,7 +180,7 @@ def _rounded(bound: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
 
 
-@rule("ClipByValue(-0.5, 0.5)", {"max_norm": "ClipByValue({value})"}, ["ClipGradByValue"])
+@rule
 class ClipByValue(Rule):
     """Clamps every element to `[min, max]`; NaN stays NaN.
 
@@ -289,39 +289,39 @@ class _Negative:
         return f"-{self.schedule!r}"
 
 
-def as_rule(clip: object) -> Rule:
+def as_rule(name: str, value: object) -> Rule:
     """The rule itself, or `ClipByGlobalNorm` of a number."""
-    if isinstance(clip, Rule):
-        _ = clip.norm  # Raises where there is none.
-        return clip
-    if type(clip) is float:
-        return rule_of(ClipByGlobalNorm, clip)
-    if isinstance(clip, type) and issubclass(clip, Rule):
-        raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
-    if is_function(clip):
-        return ClipByGlobalNorm(clip)
+    if isinstance(value, Rule):
+        _ = value.norm  # Raises where there is none.
+        return value
+    if type(value) is float:
+        return rule_of(ClipByGlobalNorm, value)
+    if isinstance(value, type) and issubclass(value, Rule):
+        raise TypeError(f"{name} must be a rule, got the class; write {value.__name__}(...)")
+    if is_function(value):
+        return ClipByGlobalNorm(value)
     try:
-        return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
+        return ClipByGlobalNorm(value)  # type: ignore[arg-type]  # the rule checks
     except TypeError:
-        shown = " ".join(f"{clip!r:.80}".split())
+        shown = " ".join(f"{value!r:.80}".split())
         raise TypeError(
-            "clip must be a number (the largest global norm) or a rule, such as ClipByGlobalNorm, "
-            f"ClipByNorm and ClipByValue, got {shown} of type {type(clip).__name__}"
-            f"{_remedy(clip)}"
+            f"{name} must be a number (the largest global norm) or a rule, such as "
+            f"ClipByGlobalNorm, ClipByNorm and ClipByValue, got {shown} of type "
+            f"{type(value).__name__}{_remedy(value)}"
         ) from None
 
 
-def _remedy(clip: object) -> str:
+def _remedy(value: object) -> str:
     """Advice for an argument that is no rule; "" where there is none."""
-    if isinstance(clip, Adaptive):
-        return f"; pass ClippedOptimizer(skip_above={type(clip).__name__}(...))"
-    items = clip if isinstance(clip, (list, tuple)) else [clip]
+    if isinstance(value, Adaptive):
+        return f"; pass ClippedOptimizer(skip_above={type(value).__name__}(...))"
+    items = value if isinstance(value, (list, tuple)) else [value]
     if any(isinstance(item, Module | Parameter | Iterator) for item in items):
         return "; parameters come first: clip_(parameters, 1.0)"
-    if isinstance(clip, Optimizer):
+    if isinstance(value, Optimizer):
         return "; it clips in its step: ClippedOptimizer(optimizer, 1.0)"
-    if isinstance(clip, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         return "; write ClipByValue(-0.5, 0.5) for two bounds"
-    if isinstance(clip, str):
+    if isinstance(value, str):
         return "; convert text by float()"
-    return "; float('inf') measures and clips nothing" if clip is None else ""
+    return "; float('inf') measures and clips nothing" if value is None else ""

@@ -23,16 +23,7 @@ from tritonclip.rules.arguments import (
 from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, counts, rule
 
 
-@rule(
-    "ClipByOwnHistory(1.05)",
-    {
-        "lambda_rel factor": "ratio",
-        "lambda_abs": "max_norm",
-        "alpha beta": "decay",
-        "warmup_steps": "warmup",
-    },
-    ["AdaGC"],
-)
+@rule
 class ClipByOwnHistory(AdaptiveRule):
     """Clips each gradient by the moving average of its own earlier norms.
 

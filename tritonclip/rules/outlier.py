@@ -20,7 +20,7 @@ from tritonclip.rules.rule import Adaptive, checked, rule
 _LEAST_DEVIATION = 1e-6
 
 
-@rule("Outlier(6.0)", {"sigma sigma_factor max_norm z_thresh z_threshold": "sigmas"})
+@rule
 class Outlier(Adaptive):
     """The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
 
@@ -103,7 +103,7 @@ class Outlier(Adaptive):
         return limit, state
 
 
-@rule()
+@rule
 class LossOutlier(Outlier):
     """The test of :class:`Outlier` for losses, which may be negative or 0."""
 

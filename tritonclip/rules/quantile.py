@@ -21,10 +21,8 @@ from tritonclip.rules.arguments import (
 )
 from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, counts, rule
 
-_ARGUMENTS = {"q": "quantile", "percentile clip_percentile percentile_clipping": "quantile=0.1"}
 
-
-@rule()
+@rule
 class _ByQuantile(AdaptiveRule):
     quantile: float = checked(as_fraction, default=0.9)
     window: int = checked(partial(as_count, least=1), default=1000)
@@ -60,7 +58,7 @@ class _ByQuantile(AdaptiveRule):
         return limits if isinstance(norm, list) else limits[0], after
 
 
-@rule("ClipByQuantile(0.9)", _ARGUMENTS, ["AutoClip"])
+@rule
 class ClipByQuantile(_ByQuantile):
     """Clips by global norm to a quantile of the last norms before clipping.
 
@@ -108,7 +106,7 @@ class ClipByQuantile(_ByQuantile):
     in_kernel: ClassVar[tuple[str, ...]] = ("quantile", "quantile")
 
 
-@rule("ClipByOwnQuantile(0.9)", {**_ARGUMENTS, "percentile percentile_clipping": "quantile=0.05"})
+@rule
 class ClipByOwnQuantile(_ByQuantile):
     """Clips each gradient to a quantile of its own last norms before clipping.
 

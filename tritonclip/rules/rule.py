@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 from typing_extensions import dataclass_transform
 
-from tritonclip import hints
 from tritonclip.rules.arguments import Schedule, as_eps, as_norm_type, as_number
 
 Kind = TypeVar("Kind", bound=type)
@@ -79,30 +78,15 @@ def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(checked,))
-def rule(
-    call: str = "", names: Mapping[str, str] | None = None, elsewhere: Sequence[str] = ()
-) -> Callable[[Kind], Kind]:
-    """Makes a class a frozen value of `checked` fields, which a checkpoint may have.
-
-    Args:
-        call: its usual call, such as ``"ClipByNorm(1.0)"``; "" for a class that is not public.
-        names: what to write for arguments of other libraries, as for `hints.explained`.
-        elsewhere: its names in other libraries.
-    """
-
-    def make(cls: Kind) -> Kind:
-        made: Any = dataclass(frozen=True, slots=True)(cls)
-        made.checks = tuple(
-            (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
-        )
-        if call:
-            # Trainers save param groups, with rules among their keys, and load weights only.
-            add_safe_globals([made])
-            hints.NAMES.update(dict.fromkeys(elsewhere, made.__name__))
-            hints.explained(call, names)(made)
-        return made  # type: ignore[no-any-return]
-
-    return make
+def rule(cls: Kind) -> Kind:
+    """Makes a class a frozen value of `checked` fields, which a checkpoint may have."""
+    made: Any = dataclass(frozen=True, slots=True)(cls)
+    made.checks = tuple(
+        (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
+    )
+    # Trainers save param groups, with rules among their keys, and load weights only.
+    add_safe_globals([made])
+    return made  # type: ignore[no-any-return]
 
 
 class _Checked:

@@ -12,7 +12,7 @@ from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
 from tritonclip.rules.rule import checked, rule
 
 
-@rule("ClipByUnitNorm(0.01)", elsewhere=["AGC", "adaptive_clip_grad", "adaptive_grad_clip"])
+@rule
 class ClipByUnitNorm(ExcludingRule):
     """Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 

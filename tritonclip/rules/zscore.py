@@ -25,11 +25,7 @@ from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, co
 _LEAST_DEVIATION = 1e-6
 
 
-@rule(
-    "ClipByZScore(2.5)",
-    {"z_thresh z_threshold": "threshold", "alpha beta": "decay", "warmup_steps": "warmup"},
-    ["ZClip"],
-)
+@rule
 class ClipByZScore(AdaptiveRule):
     """Clips by global norm where the norm before clipping is far above its moving average.
 
