@@ -125,8 +125,10 @@ def use_backend(name: str) -> Block:
 def verify() -> Block:
     """Checks every call in a block against the torch backend in float64.
 
-    Slow, and it waits for the device. Of the torch backend itself it checks the rounding. For a
-    whole program set TRITONCLIP_VERIFY=1.
+    Norms may differ by 1e-6 in relative terms, or 1e-12 for float64, and elements by twice as much
+    and their rounding. Processes that share a norm first compare the call, its rule and arguments,
+    and the parameters. Slow, and it waits for the device. Of the torch backend itself it checks the
+    rounding. For a whole program set TRITONCLIP_VERIFY=1.
 
     Example:
         >>> import torch, tritonclip
@@ -143,6 +145,7 @@ def verify() -> Block:
     Raises:
         VerificationError: inside the block, by the call whose result differs: names the first
             gradients, their indices, and both values. The gradients are then as the call left them.
+        ValueError: on each of several processes, by a call in which they differ.
     """
     return Block(_verifying, True, "verify()", "TRITONCLIP_VERIFY=1")
 

@@ -236,11 +236,6 @@ def test_clip_float64_of_any_size(p: float, size: float) -> None:
 def test_float64_norm_whose_square_does_not_fit_is_inf_or_0(size: float, norm: float) -> None:
     one = parameter((4, 3), mesh_of(-1), [Shard(0)], dtype=torch.float64, size=size)
     assert tritonclip.clip_([one], math.inf) == norm
-    with (
-        tritonclip.verify(),
-        pytest.raises(tritonclip.VerificationError, match=r"docs/clipping\.md"),
-    ):
-        tritonclip.clip_([one], math.inf)
 
 
 @in_processes(2, 4)

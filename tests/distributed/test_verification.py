@@ -1,4 +1,4 @@
-"""verify() over several processes: right calls pass; calls, lists and copies that differ do not."""
+"""verify() over several processes: right calls pass; wrong ones and those that differ do not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
 from helpers import reference
+from helpers.broken_verbs import break_norm, break_scale
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
 from helpers.refusing import is_first
@@ -30,7 +31,7 @@ from tritonclip import (
     Outlier,
     Rule,
 )
-from tritonclip.distributed import reduction
+from tritonclip.backends.native import NativeBatch
 
 
 def _mixed() -> list[Any]:
@@ -75,17 +76,47 @@ def test_verify_passes_right_calls_with_policies() -> None:
             assert not parameters[0].grad.to_local().any()
 
 
+WRITES = {
+    "scale_": ClipByGlobalNorm(0.5),
+    "scale_each_": ClipByNorm(0.5),
+    "clamp_": ClipByValue(0.1),
+}
+
+
+@pytest.mark.parametrize("verb", WRITES)
 @in_processes(2)
-def test_verify_finds_a_wrong_reduction() -> None:
-    right = reduction.NormReduction.run
+def test_verify_finds_a_wrong_write(verb: str) -> None:
+    """Of a shard in each process."""
+    parameters = _mixed()
+    del parameters[2 if verb == "clamp_" else 0]
+    wrong: Any = parameters[1].grad.to_local()
+    found = pytest.raises(tritonclip.VerificationError, match=r"parameters\[1\]\[3\]: got")
+    with pytest.MonkeyPatch.context() as patch, tritonclip.verify(), found:
+        break_scale(patch, NativeBatch, lambda: wrong[3].mul_(1.01), verb)
+        tritonclip.clip_(parameters, WRITES[verb])
+    dist.barrier()
 
-    def wrong(*arguments: Any) -> Any:
-        return (yield from right(*arguments)) * 1.001
 
-    error = pytest.raises(RuntimeError, match="tritonclip reduced a norm")
-    with pytest.MonkeyPatch.context() as patch, tritonclip.verify(), error:
-        patch.setattr(reduction.NormReduction, "run", wrong)
-        tritonclip.clip_(_mixed(), 1.0)
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)])
+@in_processes(2)
+def test_verify_finds_a_norm_that_is_off(rule: Rule) -> None:
+    """Of the shards of every process."""
+    found = pytest.raises(tritonclip.VerificationError, match=r"norm.*: got")
+    with pytest.MonkeyPatch.context() as patch, tritonclip.verify(), found:
+        break_norm(patch, NativeBatch, 1 + 1e-4)
+        tritonclip.clip_(_mixed()[:2], rule)
+    dist.barrier()
+
+
+@in_processes(2)
+def test_verify_passes_sums_that_are_rounded() -> None:
+    """Terms are added up in their dtype, where nearly all of them cancels out."""
+    one = parameter((40,), mesh_of(-1), [Replicate()], dtype=torch.bfloat16)
+    with_partial(one, [Partial()])
+    one.grad.to_local().add_(100 if is_first() else -100)
+    for rule in (ClipByGlobalNorm(0.5), ClipByNorm(0.5)):
+        with tritonclip.verify():
+            tritonclip.clip_([one], rule)
 
 
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(1.0), ClipByNorm(1.0)])
@@ -139,37 +170,6 @@ def test_verify_passes_parameters_on_meshes_of_others() -> None:
             norms = tritonclip.clip_(parameters, ClipByNorm(math.inf, p))
         expected = [reference.norm(values((8, 3), own), p) if i == own else 0.0 for i in range(2)]
         assert_norm(norms, expected)
-
-
-@in_processes(2)
-def test_verify_finds_copies_that_are_none() -> None:
-    """Plain experts beside shards, of which nobody said that they are other pieces."""
-    named = {"sharded": _mixed()[0], "expert": parameter((4,), None, seed=dist.get_rank())}
-    tritonclip.clip_(named.items(), 1.0)
-    with tritonclip.verify(), pytest.raises(ValueError, match=r"expert counts as a copy.*copies="):
-        tritonclip.clip_(named.items(), 1.0)
-    with tritonclip.verify():
-        tritonclip.clip_(
-            named.items(), 1.0, process_group=dist.group.WORLD, copies={named["expert"]: 1}
-        )
-
-
-@in_processes(2)
-def test_verify_finds_copies_that_are_missing() -> None:
-    named = {"sharded": _mixed()[0], "plain": parameter((4,), None)}
-    if dist.get_rank():
-        named["plain"].grad = None
-    with tritonclip.verify(), pytest.raises(ValueError, match="plain counts as copied to 2"):
-        tritonclip.clip_(named.items(), 1.0)
-
-
-@in_processes(2)
-def test_verify_finds_numbers_of_copies_that_are_wrong() -> None:
-    one = parameter((4,), None, seed=dist.get_rank())
-    with tritonclip.verify(), pytest.raises(ValueError, match="counts as held by 2 processes each"):
-        tritonclip.clip_([one], 1.0, process_group=dist.group.WORLD, copies={one: 2})
-    with tritonclip.verify():
-        tritonclip.clip_([one], 1.0, process_group=dist.group.WORLD)
 
 
 class _Own(Rule):
@@ -252,6 +252,11 @@ OF_CLIP: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 OF_STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "skip-above": ({"skip_above": 1001.0}, {"skip_above": 1000.0}, "skip_above"),
     "outlier": ({"skip_above": Outlier(7.0)}, {"skip_above": Outlier(6.0)}, "skip_above"),
+    "skips": (
+        {"nonfinite": "skip", "max_consecutive_skips": 3},
+        {"nonfinite": "skip"},
+        "max_consecutive_skips: rank 0 has 3",
+    ),
     "loss": (
         {"skip_above": Outlier(), "loss": 1.0},
         {"skip_above": Outlier()},

@@ -163,9 +163,9 @@ def test_verify_finds_an_element_that_was_left_out(verbs, device, monkeypatch):
 
 @pytest.mark.parametrize("in_sum", [False, True], ids=["clip_", "accumulate_"])
 def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch, in_sum):
-    """By the last digit of an element."""
+    """By little more than the norm may be off by."""
     weight = parameter(torch.ones(300, device=device))
-    break_scale(monkeypatch, verbs, lambda: grad_of(weight)[3].mul_(1 + 2.0**-23))
+    break_scale(monkeypatch, verbs, lambda: grad_of(weight)[3].mul_(1 + 2.0**-18))
     with wrong(r"parameters\[0\]\[3\]"):
         if in_sum:
             with tritonclip.accumulate_([weight], 1e9, grad_scale=3.0):
@@ -217,9 +217,9 @@ def test_verify_finds_a_limit_that_is_off(faulty_verbs, device, monkeypatch, rul
     ("spoil", "message"),
     [
         (lambda grad: grad.nan_to_num_(0.1), r"w0\[1\]: got 0\.1\S*, expected nan \(1 of 3"),
-        (lambda grad: grad.mul_(1 + 2.0**-23), r"w0\[0\]"),
+        (lambda grad: grad.mul_(1 + 2.0**-18), r"w0\[0\]"),
     ],
-    ids=["drops NaN", "is off by the last digit"],
+    ids=["drops NaN", "is off by a little"],
 )
 def test_verify_finds_a_clamp_that(verbs, device, monkeypatch, spoil, message):
     grads = [torch.tensor([0.05, torch.nan, 7.0], device=device)]
@@ -457,16 +457,3 @@ def test_verify_holds_in_its_own_thread_only(monkeypatch):
     with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
         assert settings.current().verifying
         assert not pool.submit(settings.current).result().verifying
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: tritonclip.verify(False), r"write with tritonclip.verify\(\): "),  # type: ignore[call-arg]
-        (lambda: tritonclip.verify(on=True), r"expected no argument, as in verify\(\)"),  # type: ignore[call-arg]
-    ],
-    ids=["position", "name"],
-)
-def test_verify_takes_no_argument_and_says_how_it_is_called(call, said):
-    with pytest.raises(TypeError, match=said):
-        call()

@@ -190,12 +190,12 @@ class ShardedGradients(Gradients):
             self.label,
             verifying=verifying,
             whole=False,
-            shards=sharding.shards,
+            shards=[self.shard(i) for i in range(len(tensors))],
             wide=sharding.wide,
         )
         new.plan.requires_grad = True
         kept = range(len(tensors)) if new.distinct is None else new.distinct
-        new.plan.reduction = self._reduction(new.plan, [sharding.positions[i] for i in kept])
+        new.plan.reduction = self._reduction(new.plan, [self.position(i) for i in kept])
         return new
 
     def _reduction(self, plan: Plan, positions: Sequence[int]) -> Reduction | None:
@@ -324,13 +324,28 @@ class ShardedGradients(Gradients):
         twin.wrappers = twin.wanted = ()
         return twin
 
+    def twin(self, copies: list[Tensor]) -> Gradients:
+        twin = super().twin(copies)
+        twin.wrappers = ()  # type: ignore[attr-defined]  # of shards
+        return twin
+
+    def is_term(self, index: int) -> bool:
+        return bool(self.shard(index).sums_over)
+
     def shard(self, index: int) -> LocalShard:
         """The shard of the gradient at an index."""
-        return self.sharding.shards[index if self.distinct is None else self.distinct[index]]
+        return self.sharding.shards[self._collected(index)]
 
     def position(self, index: int) -> int:
         """The position of a gradient among the parameters that are to be clipped."""
-        return self.sharding.positions[index if self.distinct is None else self.distinct[index]]
+        return self.sharding.positions[self._collected(index)]
+
+    def _collected(self, index: int) -> int:
+        """The index of a gradient among those that were collected."""
+        if self.versions is not None:
+            # A view of FlatGradients, whose buffers are all alike.
+            return 0
+        return index if self.distinct is None else self.distinct[index]
 
     def culprits(self, indices: Iterable[int]) -> str:
         """As of :class:`Gradients`, each with its ranks; every process calls this, and waits."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import unscaled
-from tritonclip.distributed.agreement import Replicas, agree
+from tritonclip.distributed.agreement import agree
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
 from tritonclip.distributed.process_groups import ERRORS
 from tritonclip.distributed.reduction import (
@@ -49,7 +49,6 @@ class ReducedNorms(Norms):
 
     # The norm of all gradients, or with `per_gradient` of each parameter's; float64, 1-d.
     reduced: Tensor
-    is_checked: ClassVar[bool] = True
 
     def norm(self) -> Tensor:
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
@@ -101,7 +100,6 @@ def exchange(
     reduction = plan.reduction
     if not per_gradient and (uncovered := reduction.sharding.domain.uncovered):
         raise ValueError(uncovered)
-    replicas = Replicas(gradients, norm_type) if plan.verifying else None
     batches, shard_norms, sums = [], [], []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
         tensors, addresses = gradients.of_group(group.indices)
@@ -124,8 +122,6 @@ def exchange(
     reduced = yield from _reduced_norm(
         gradients, reduction, shard_norms, norm_type, each=per_gradient, sums=measure_own_sums
     )
-    if replicas is not None:
-        replicas.check(reduced, each=per_gradient)
     partials = []
     for group, shards, batch in zip(plan.groups, reduction.shard_groups, batches, strict=True):
         whole = reduced

@@ -90,17 +90,6 @@ def shard_of_spec(
     return LocalShard(_weight(copies, n_shards, domain), tuple(sums_over), divisor)
 
 
-def where(spec: Any) -> tuple[int, ...]:
-    """The coordinates of this process in the dimensions of the mesh that a gradient is split by."""
-    if spec is None:
-        return ()
-    coordinates = spec.mesh.get_coordinate() or [-1] * spec.mesh.ndim
-    return tuple(
-        -1 if placement.is_replicate() or placement.is_partial() else coordinate
-        for coordinate, placement in zip(coordinates, spec.placements, strict=True)
-    )
-
-
 def check_copies(copies: object, domain: Domain, label: str) -> None:
     """Refuses a number of processes that no process can have."""
     if isinstance(copies, bool) or not isinstance(copies, int):
@@ -126,9 +115,8 @@ class Sharding:
     """All that is known of a list over processes, but for its local shards."""
 
     domain: Domain
-    # Of the gradients that are there; mesh coordinates tell shards of one gradient from each other.
+    # Of the gradients that are there.
     shards: tuple[LocalShard, ...]
-    where: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
     n_parameters: int
     # Positions of the parameters without a gradient.
@@ -176,7 +164,6 @@ def sharding_of(
     return Sharding(
         domain=domain,
         shards=shards,
-        where=tuple(where(grad_specs[i]) for i in positions),
         positions=positions,
         n_parameters=len(specs),
         absent=tuple(i for i, spec in enumerate(grad_specs) if spec is False),

@@ -187,7 +187,7 @@ def write_(
     if reference is not None:
         options: Any = {"zero_nonfinite": zero_nonfinite, "keeps_scale": keeps_scale}
         write = partial(write_, grad_scale=grad_scale, **options)
-        reference.check_clip(write, rule, grad_scale, norms, outcome.norm, **options)
+        reference.check_clip(write, rule, grad_scale, norms, outcome.norm)
     return outcome
 
 
@@ -256,7 +256,7 @@ def total_norm(
     if error_if_nonfinite:
         raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)
     if verifying:
-        verify.check_norms(norms)
+        verify.Reference(gradients).check_norms(norms)
     return norm
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
+from dataclasses import replace
 from sys import modules
 from types import GeneratorType, MappingProxyType
 from typing import Any
@@ -148,6 +149,29 @@ class Gradients:
     ) -> NewPlan:
         whole = not are_fsdp_shards(self.sources or ())
         return make_plan(tensors, addresses, self.label, verifying=verifying, whole=whole)
+
+    def twin(self, copies: list[Tensor]) -> Gradients:
+        """The same list of dense copies, with a plan of its own, for `verify()`.
+
+        Results, limits and coefficients are rounded as those of this list.
+        """
+        twin, plan = copy(self), self.plan
+        assert plan is not None
+        twin.tensors = twin.readable = copies
+        twin.addresses, twin.copies = None, {}
+        if not copies:
+            twin.plan = replace(plan, verifying=False)
+            return twin
+        new = twin._make_plan(copies, None, verifying=False)
+        twin.plan, twin.readable, twin.versions = new.plan, new.readable, None
+        new.plan.dtype = plan.dtype
+        for group in new.plan.groups:
+            group.layout.dtype = plan.dtype
+        return twin
+
+    def is_term(self, index: int) -> bool:
+        """Whether a gradient is one of several terms of a sum, which other processes have."""
+        return False
 
     def with_parameters(self, parameters: Sequence[Tensor]) -> Gradients:
         """The same list with the parameters of its gradients, repeated ones included."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ class Norms:
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
         plan: of the list.
-        is_checked: under `verify()`, they were compared with a reference.
     """
 
     batches: list[Batch]
@@ -55,7 +54,6 @@ class Norms:
     grad_scale: float | Tensor
     gradients: Gradients
     plan: Plan
-    is_checked: ClassVar[bool] = False
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale, of all processes' gradients.

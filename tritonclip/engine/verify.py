@@ -7,32 +7,22 @@ Slow and hungry for memory on purpose. Switched on by `verify()` or by TRITONCLI
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from tritonclip.backends import operators
-from tritonclip.backends.choose import torch_layout
-from tritonclip.backends.operators import as_scalar, as_tensor, wide_dtype
-from tritonclip.engine import norms as engine
-from tritonclip.engine import units
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.plan import WIDE, Group
+from tritonclip.engine.plan import WIDE
 from tritonclip.engine.units import norms_by_unit
-from tritonclip.rules import BoundRule, ClipState, Norm, Rule
-from tritonclip.rules.rule import Measured
+from tritonclip.rules import Norm, Rule
 from tritonclip.settings import use_backend
 
-# Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
+# Norms are right to 1e-6 (float64: 1e-12), in relative terms.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-# So much closer to the limit, the norm's own error decides whether anything is written.
-_MARGIN = 1 + 1e-5
 _REPORTED = 3
 
 # Clips a list by a rule and its norms; a rule that clamps may need none.
@@ -65,7 +55,7 @@ class Reference:
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._before = [widened(dense(g)).clone() for g in gradients.tensors]
+        self._before = [widened(grad).clone() for grad in gradients.tensors]
         # Norms of narrower gradients are no better for being returned as float64.
         wide = all(g.dtype in WIDE for g in gradients.tensors)
         self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
@@ -77,225 +67,97 @@ class Reference:
         grad_scale: float | Tensor,
         measured: Norms | None,
         result: Tensor | None,
-        *,
-        zero_nonfinite: bool,
-        keeps_scale: bool,
     ) -> None:
         """Compares gradients that `write` clipped, and their norms.
 
         `measured` are the norms by which they were clipped, where these were measured, and `result`
-        those before clipping. All other arguments are those that `write` had.
+        those before clipping. Other processes that share the norm make this call too.
         """
-        if not self._before:
-            return
-        assert self._gradients.plan is not None
-        dtype, scale = self._gradients.plan.dtype, 1.0 if keeps_scale else float(grad_scale)
-        rule = _RoundedLimit(rule, dtype)
         with use_backend("torch"):
-            right = self._copy()
-            norms = None if measured is None else _measure(right, rule, measured, dtype)
-            if norms is not None and result is not None and not norms.is_checked:
-                self._compare_norms(norms.norm_here(), result)
-            is_erased = zero_nonfinite and norms is not None and not bool(norms.is_finite())
-            exact = [scale == 1 or is_erased] * len(self._before)
-            if norms is not None and not rule.clamps and scale == 1 and not is_erased:
-                exact = self._untouched(write, rule, norms, right)
-            write(right, rule, norms)
-        slack = [0.0] * len(self._before) if rule.clamps else self._lost_digits(scale)
-        self._compare(right.tensors, exact, slack)
-
-    def _untouched(self, write: Write, rule: Rule, norms: Norms, twin: Gradients) -> list[bool]:
-        """Which gradients a call must not write, also if its norms are a little larger.
-
-        `norms` are of the copy `twin`, which is as it was in the end.
-        """
-        # Asked for norms as they are.
-        rule.limit(norms)
-        larger = []
-        for measured in map(as_tensor, norms.partials):
-            # By unit, norms of weights stand below.
-            above = measured if measured.dim() == 1 else measured[:1]
-            larger.append(torch.cat([above * _MARGIN, measured[len(above) :]]))
-        write(twin, rule, replace(norms, partials=larger))
-        pairs = zip(twin.tensors, self._before, strict=True)
-        untouched = [torch.equal(after, before) for after, before in pairs]
-        torch._foreach_copy_(list(twin.tensors), self._before)
-        return untouched
+            twin, norms = self._twin(), None
+            if measured is not None:
+                norms = twin.measure(rule.norm, measured.grad_scale)
+                if result is not None:
+                    self._compare_norms(norms.norm_here(), result)
+            write(twin, rule, norms)
+        self._compare(twin.tensors, float(grad_scale))
 
     def check_scale(self, write: Callable[[Gradients], object]) -> None:
         """Compares gradients that were scaled by the coefficient of a norm that was given."""
-        right = self._copy()
-        write(right)
-        self._compare(right.tensors, [False] * len(self._before), self._lost_digits(1.0))
-
-    def check_norms(self, measured: Norms) -> None:
-        """Compares a measured norm, or the norms of all gradients."""
-        norm = Norm(measured.norm_type, measured.per_gradient)
         with use_backend("torch"):
-            expected = self._copy().measure(norm, measured.grad_scale)
-        self._compare_norms(expected.norm(), measured.norm())
+            twin = self._twin()
+            write(twin)
+        self._compare(twin.tensors, 1.0)
 
     def check_units(self, results: Sequence[Tensor]) -> None:
         """Compares the measured norms of the slices of each gradient along its first dimension."""
         with use_backend("torch"):
-            expected = norms_by_unit(self._copy())
+            expected = norms_by_unit(self._twin())
         for index, (right, result) in enumerate(zip(expected, results, strict=True)):
             label = self._gradients.label(index)
             self._compare_norms(right, result, f"{label}[{{}}]".format)
 
-    def _copy(self) -> Gradients:
-        """The list as it was, of tensors and results in float64, for the torch backend."""
-        twin: Any = copy(self._gradients)
-        plan = self._gradients.plan
-        assert plan is not None
-        twin.tensors = [grad.clone() for grad in self._before]
-        twin.readable = [torch.view_as_real(g) if g.is_complex() else g for g in twin.tensors]
-        # No other tensors are read, or count versions.
-        twin.addresses, twin.versions, twin.copies, twin.wrappers = None, None, {}, ()
-        members: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+    def check_norms(self, measured: Norms) -> None:
+        """Compares a measured norm, or the norms of all gradients here."""
+        norm = Norm(measured.norm_type, measured.per_gradient)
+        with use_backend("torch"):
+            expected = self._twin().measure(norm, measured.grad_scale)
+        self._compare_norms(expected.norm_here(), measured.norm_here())
+
+    def _twin(self) -> Gradients:
+        """The list as it was, of float64 copies."""
+        copies = [before.clone() for before in self._before]
         for index, grad in enumerate(self._gradients.tensors):
-            key = grad.device, grad.dtype.to_real(), grad.is_complex()
-            members.setdefault(key, []).append(index)
-        groups = []
-        for (device, dtype, pairs), indices in members.items():
-            layout = torch_layout(device)
-            layout.dtype = wide_dtype(device)
-            # Of the gradients themselves: bounds are rounded to it.
-            groups.append(Group(indices, device, dtype, pairs, layout))
-        twin.plan = replace(
-            plan,
-            groups=tuple(groups),
-            dtype=wide_dtype(plan.device),
-            staged=(),
-            views=(),
-            sparse=(),
-            sizes=None,
-            units=None,
-            guards=None,
-            verifying=False,
-        )
-        return twin  # type: ignore[no-any-return]
-
-    def _lost_digits(self, grad_scale: float) -> Iterator[Tensor]:
-        """The error of each element from a coefficient below the least normal number of its dtype.
-
-        Before and after the loss scale is divided out, that has half a unit in the last place.
-        """
-        for grad, before in zip(self._gradients.tensors, self._before, strict=True):
-            wide = grad.dtype in WIDE
-            info = torch.finfo(torch.float64 if wide else torch.float32)
-            unit = info.smallest_normal * info.eps
-            yield before.abs() * (unit * max(1.0, 1.0 / grad_scale))
+            if self._gradients.is_term(index):
+                # Processes add up such terms in their dtype.
+                copies[index] = copies[index].to(grad.dtype)
+        return self._gradients.twin(copies)
 
     def _compare_norms(
         self, expected: Tensor, result: Tensor, label_of: LabelOf | None = None
     ) -> None:
-        """Compares norms."""
-        label_of, tolerance = label_of or self._gradients.label, self._norm_tolerance
-        pairs = zip(result.reshape(-1).tolist(), expected.reshape(-1), strict=True)
+        """Compares norms, up to their tolerance and, below normal numbers, to one unit."""
+        label_of, info = label_of or self._gradients.label, torch.finfo(result.dtype)
         mismatches = []
+        pairs = zip(result.reshape(-1).tolist(), expected.reshape(-1).tolist(), strict=True)
         for i, (ours, right) in enumerate(pairs):
-            reference, fits = right.item(), right.to(result.dtype).item()
-            same = ours == fits or (math.isnan(ours) and math.isnan(fits))
-            # Below the least normal number, the norm is right to one unit in the last place.
-            info = torch.finfo(result.dtype)
-            allowed = tolerance * abs(reference) + info.smallest_normal * info.eps
-            if not same and not abs(ours - reference) <= allowed:
+            allowed = self._norm_tolerance * abs(right) + info.smallest_normal * info.eps
+            same = ours == right or (math.isnan(ours) and math.isnan(right))
+            if not same and not abs(ours - right) <= allowed:
                 noun = "norm" if result.dim() == 0 else f"norm of {label_of(i)}"
-                mismatches.append(f"{noun}: got {ours!r}, expected {reference!r}")
+                mismatches.append(f"{noun}: got {ours!r}, expected {right!r}")
         raise_mismatches(mismatches)
 
-    def _compare(
-        self, expected: Sequence[Tensor], exact: Sequence[bool], slack: Iterable[float | Tensor]
-    ) -> None:
-        """Compares all gradients with what they should be: where `exact`, in every bit.
+    def _compare(self, expected: Sequence[Tensor], grad_scale: float) -> None:
+        """Compares all gradients with what they should be, up to rounding.
 
-        Others may differ by rounding, and by the `slack` of their elements.
+        With the norm's tolerance t, a coefficient is off by t, and by less than another t from its
+        own roundings. An element then has half a unit in the last place for its rounding, and where
+        the expected one is rounded, too, as much for that one. Where such numbers are subnormal,
+        they have these errors as parts of the least one: an element one unit of its dtype, and a
+        coefficient one of its own, before and after the loss scale is divided out.
         """
         mismatches: list[str] = []
-        for index, (right, is_exact, error) in enumerate(zip(expected, exact, slack, strict=True)):
+        for index, (right, before) in enumerate(zip(expected, self._before, strict=True)):
             grad = self._gradients.tensors[index]
-            info = torch.finfo(grad.dtype)
-            found = widened(dense(grad))
+            info, found = torch.finfo(grad.dtype), widened(grad)
+            n_rounded = 2 if right.dtype == grad.dtype else 1
+            right = widened(right)
             if grad.layout == torch.sparse_coo:
                 # Elsewhere a gradient is 0, whatever it is multiplied by.
                 has_entry = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
                 has_entry[tuple(grad._indices())] = True
                 right = torch.where(has_entry, right, 0.0)
-            # Rounding to the gradient's dtype may also carry past its largest value, and loses
-            # values below its least. Among those, half a unit comes from the norm and half from
-            # rounding.
+            own = torch.finfo(torch.float64 if grad.dtype in WIDE else torch.float32)
+            unit = own.smallest_normal * own.eps * max(1.0, 1.0 / grad_scale)
+            allowed = right.abs() * (2 * self._norm_tolerance + n_rounded * info.eps / 2)
+            allowed += before.abs() * unit + info.smallest_normal * info.eps
+            # NaN and inf allow for nothing. Rounding may carry past the largest number of a dtype.
+            is_near = (found - right).abs() <= allowed.nan_to_num(0.0, 0.0)
             fits = right.to(grad.dtype).to(right.dtype)
-            wrong = ~((found == fits) | (found.isnan() & fits.isnan()))
-            if not is_exact:
-                rounding = right.abs() * (2 * self._norm_tolerance + info.eps / 2)
-                allowed = rounding + info.smallest_normal * info.eps + error
-                wrong &= ~((found - right).abs() <= allowed)
+            wrong = ~(is_near | (found == fits) | (found.isnan() & fits.isnan()))
             mismatches += mismatch(self._gradients.label(index), found, right, wrong)
         raise_mismatches(mismatches)
-
-
-class _RoundedLimit(BoundRule):
-    """A rule whose limit is asked for once, and is inf beyond the range of a dtype of results."""
-
-    def __init__(self, rule: Rule, dtype: torch.dtype) -> None:
-        super().__init__(rule, ClipState())
-        self._dtype = dtype
-
-    def limit(self, measured: Measured) -> Tensor:
-        """The limit of the call, as it rounds it."""
-        limit = torch.as_tensor(super().limit(measured), dtype=wide_dtype(measured.device))
-        return limit.to(self._dtype)
-
-
-def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -> Norms:
-    """Norms of the copy `twin`, as the call has measured them of the gradients.
-
-    Checked ones are taken as they are, as other processes have parts of them. Beyond the range of
-    `dtype`, that of the results of the call, a norm is inf.
-    """
-    plan, scale = twin.plan, measured.grad_scale
-    assert plan is not None
-    batches: list[Any]
-    if rule.per_unit and not measured.is_checked:
-        return engine.measure_by(twin, rule, scale)
-    norms = measured
-    if not measured.is_checked:
-        norms = engine.measure(twin, rule.norm_type, rule.per_gradient, scale)
-    values = norms.norm_here().reshape(-1).to(plan.dtype)
-    values = torch.where(values.to(dtype).isinf(), math.inf, values)
-    if rule.norm_type:
-        values = values * as_scalar(scale, values)
-    partials = [
-        (values[group.indices] if rule.per_gradient else values).to(group.device)
-        for group in plan.groups
-    ]
-    if rule.per_unit:
-        batches = [*units.batches_of(twin, rule)]
-        partials = [
-            batch.with_whole(batch.measure(), norms_each, _weight_norms(twin, group, norms_each))
-            for batch, norms_each, group in zip(batches, partials, plan.groups, strict=True)
-        ]
-    else:
-        batches = [group.layout.bind(*twin.of_group(group.indices)) for group in plan.groups]
-    return replace(norms, batches=batches, partials=partials, gradients=twin, plan=plan)
-
-
-def _weight_norms(twin: Gradients, group: Group, like: Tensor) -> Tensor:
-    """The norms of the whole weights of parameters that are one unit; 0 for others."""
-    owners: list[Any] = twin.owners()
-    norms = [0.0] * len(like)
-    for at, index in enumerate(group.indices or ()):
-        if (owner := owners[index]).dim() < 2:
-            whole = owner.full_tensor() if hasattr(owner, "full_tensor") else owner
-            norms[at] = norm_of(whole, 2.0)
-    return like.new_tensor(norms)
-
-
-def check_norms(measured: Norms) -> None:
-    """Compares norms of gradients that are not written yet, unless that was done."""
-    if not measured.is_checked:
-        Reference(measured.gradients).check_norms(measured)
 
 
 def mismatch(label: str, found: Tensor, expected: Tensor, wrong: Tensor) -> list[str]:
@@ -322,19 +184,9 @@ def raise_mismatches(mismatches: list[str]) -> None:
         )
 
 
-def dense(grad: Tensor) -> Tensor:
-    """A dense tensor, its own or the gradient's."""
-    return grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
-
-
 def widened(x: Tensor) -> Tensor:
-    """A contiguous tensor in the widest dtype of its device."""
+    """A dense and contiguous tensor in the widest dtype of its device."""
+    x = x.detach() if x.layout == torch.strided else x.detach().to_dense()
     wide = wide_dtype(x.device)
     dtype = wide.to_complex() if x.is_complex() else wide
     return x.resolve_conj().resolve_neg().to(dtype).contiguous()
-
-
-def norm_of(x: Tensor, norm_type: float) -> float:
-    """The norm of a tensor, from float64 copies of its elements."""
-    magnitudes = widened(dense(x)).abs()
-    return float(operators.norm_of([magnitudes], norm_type, magnitudes.dtype))

@@ -524,6 +524,7 @@ class ClippedOptimizer(ScalerSide):
             record,
             grad_scale=1.0 if grad_scale is None else grad_scale,
             is_scaled=grad_scale is not None,
+            max_consecutive_skips=self._log.watch.most,
             check_finite=check_finite,
             by_gradient=by_gradient,
         )

@@ -71,6 +71,7 @@ class Step:
         states: of the rules whose limit changes from step to step.
         grad_scale: the loss scale that all gradients still carry, if `is_scaled`.
         record: for a recorder; None without one.
+        max_consecutive_skips: the number at which the optimizer raises; None for no limit.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         by_gradient: which gradients are finite is measured, for an error some steps later.
@@ -88,6 +89,7 @@ class Step:
     record: StepRecord | None
     grad_scale: Tensor | float
     is_scaled: bool
+    max_consecutive_skips: int | None
     check_finite: bool
     by_gradient: bool
     follows: bool = False
@@ -219,6 +221,7 @@ class Step:
         texts = {
             "the call": "a step of ClippedOptimizer",
             "the policy for NaN and inf": self.policy.name,
+            "max_consecutive_skips": str(self.max_consecutive_skips),
             "the loss scale": repr(float(self.grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "a loss" if is_judged else "none",

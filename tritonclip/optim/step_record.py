@@ -83,7 +83,7 @@ def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
         plan = each.gradients.plan
         assert plan is not None
         if plan.verifying:
-            verify.check_norms(each)
+            verify.Reference(each.gradients).check_norms(each)
         # By a norm of order 0, the share of zeros.
         found = zeros_of(each) if norm.order == 0 else each.numbers()
         if found is None:
