@@ -27,7 +27,7 @@ from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
 from bench.providers import sgd_of
 from bench.samples import Timed
 from bench.test_host import recorder, step_of
-from bench.workloads import STEPS, WORKLOADS, named
+from bench.workloads import WORKLOADS, named
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -84,40 +84,6 @@ def listed(name: str, dtype: str = "float32") -> Gradients:
 def clipped(gradients: Gradients, limit: float = math.inf) -> list[Tensor]:
     """The gradients, clipped by global norm in float64."""
     return [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
-
-
-@feature("accumulate_", ("tritonclip", "torch", "clip_ and add"), THREE, STEPS)
-def accumulate(workload: str, step: str) -> Calls:
-    """The gradient of a micro-batch, clipped, added to those before, and freed."""
-    gradients = listed(workload)
-    parameters = gradients.parameters
-    limit = gradients.limit("norm", step == "clipped")
-    grads = [grad.clone() for grad in gradients.fresh]
-    sums = [torch.zeros_like(grad) for grad in gradients.fresh]
-
-    def prepare() -> None:
-        torch._foreach_copy_(grads, gradients.fresh)
-        torch._foreach_zero_(sums)
-        for parameter, own in zip(parameters, sums, strict=True):
-            parameter.grad = own
-
-    def backward() -> None:
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-
-    def ours() -> None:
-        with tritonclip.accumulate_(parameters, limit):
-            backward()
-
-    def by_hand(clip_: Callable[..., Tensor]) -> None:
-        backward()
-        clip_(parameters, limit)
-        torch._foreach_add_(sums, gradients.grads)
-        for parameter in parameters:
-            parameter.grad = None
-
-    calls = ours, partial(by_hand, clip_grad_norm_), partial(by_hand, tritonclip.clip_)
-    return Calls(calls, clipped(gradients, limit), 1e-2, sums, prepare)
 
 
 @feature("clip_tensors_", ("tritonclip", "by hand", "as .grad"), THREE)

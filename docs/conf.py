@@ -52,7 +52,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"T|Bound|Copies|MicroBatch|Nonfinite|Parameters|Reduction|StepNonfinite|TorchPatch",
+        r"T|Bound|Copies|Nonfinite|Parameters|Reduction|StepNonfinite|TorchPatch",
     ),
 ]
 

@@ -22,7 +22,6 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
-from tritonclip.accumulation import accumulate_
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_, clip_tensors_
@@ -87,7 +86,6 @@ __all__ = [
     "Recorder",
     "Rule",
     "VerificationError",
-    "accumulate_",
     "clip_",
     "clip_backward",
     "clip_grad_norm_",

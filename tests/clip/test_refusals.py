@@ -45,18 +45,11 @@ def test_clip_refuses_before_anything_is_written(device, case, rule):
         tritonclip.clip_(parameters(grads), rule)
 
 
-def accumulated(tensor: Any) -> None:
-    weight = torch.zeros(5, device=tensor.device, requires_grad=True)
-    with tritonclip.accumulate_(weight, 1.0):
-        weight.grad = tensor
-
-
 ON_BATCHES = {
     "clip_": lambda p: tritonclip.clip_(p, 1.0),
     "by norm": lambda p: tritonclip.clip_(p, tritonclip.ClipByNorm(1.0)),
     "by value": lambda p: tritonclip.clip_(p, tritonclip.ClipByValue(1.0)),
     "clip_tensors_": lambda p: tritonclip.clip_tensors_(p.grad.detach(), 1.0),
-    "accumulate_": lambda p: accumulated(p.grad),
     "clip_grad_norm_": lambda p: tritonclip.clip_grad_norm_(p, 1.0),
     "clip_grad_value_": lambda p: tritonclip.clip_grad_value_(p, 1.0),
     "get_total_norm": lambda p: tritonclip.get_total_norm(p.grad),

@@ -66,7 +66,7 @@ def test_docs_code_runs(section: str) -> None:
     model = Transformer()
     batch = tokens(0)
     names = dict[str, Any](torch=torch, tritonclip=tritonclip, model=model, loss_of=loss_of)
-    names.update(batch=batch, batches=[batch] * 2, device="cpu")
+    names.update(batch=batch, device="cpu")
     made = {"Pipeline stages": _stages, "Experts": _experts, "Plain shards": _megatron}
     if section in made:
         expected = made[section](names)
@@ -83,4 +83,4 @@ def test_docs_code_runs(section: str) -> None:
 
 
 def test_every_section_has_at_most_one_block() -> None:
-    assert len(_sections()) == PAGE.read_text().count("```python") == 14
+    assert len(_sections()) == PAGE.read_text().count("```python") == 13

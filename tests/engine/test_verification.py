@@ -161,17 +161,12 @@ def test_verify_finds_an_element_that_was_left_out(verbs, device, monkeypatch):
         tritonclip.clip_(parameters(grads), 0.5)
 
 
-@pytest.mark.parametrize("in_sum", [False, True], ids=["clip_", "accumulate_"])
-def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch, in_sum):
+def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch):
     """By little more than the norm may be off by."""
     weight = parameter(torch.ones(300, device=device))
     break_scale(monkeypatch, verbs, lambda: grad_of(weight)[3].mul_(1 + 2.0**-18))
     with wrong(r"parameters\[0\]\[3\]"):
-        if in_sum:
-            with tritonclip.accumulate_([weight], 1e9, grad_scale=3.0):
-                weight.backward(torch.ones_like(weight))
-        else:
-            tritonclip.clip_([weight], 1e9)
+        tritonclip.clip_([weight], 1e9)
 
 
 @pytest.mark.parametrize(
@@ -342,13 +337,6 @@ def test_a_limit_beyond_float32_clips_nothing(device):
         tritonclip.clip_(parameters(grads), 6.5e38)
 
 
-def add_clipped(weight, limit, grad_scale=None):
-    """Adds the gradient of a weight, clipped, to the sum that it has as well."""
-    grad, weight.grad = weight.grad, weight.sum_of_grads
-    with tritonclip.accumulate_([weight], limit, grad_scale=grad_scale):
-        weight.backward(grad)
-
-
 # The verb that writes, and the call, of a weight with a gradient and a limit.
 CALLS: dict[str, tuple[str, Any]] = {
     "clip_": ("scale_", tritonclip.clip_),
@@ -360,16 +348,12 @@ CALLS: dict[str, tuple[str, Any]] = {
         "scale_",
         lambda one, limit: tritonclip.clip_grads_with_norm_(one, limit, one.grad.norm(torch.inf)),
     ),
-    "sum": ("scale_", add_clipped),
-    "sum-scale-0.7": ("scale_", lambda one, limit: add_clipped(one, limit, 0.7)),
 }
 
 
 def weight_of(size, dtype, device):
     """A weight whose gradient has elements of one size."""
-    weight: Any = parameter(torch.full((2, 4), size, dtype=dtype, device=device))
-    weight.sum_of_grads = torch.zeros_like(weight)
-    return weight
+    return parameter(torch.full((2, 4), size, dtype=dtype, device=device))
 
 
 @pytest.mark.covering(2)

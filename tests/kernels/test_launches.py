@@ -92,16 +92,6 @@ def test_clip_launches_to_write_zeros(device, launches, rule, expected):
     assert not any(grad.any() for grad in grads)
 
 
-def test_accumulate_launches_as_clip_does(device, launches):
-    sizes = (9, CHUNK + 1, 0)
-    params = [torch.zeros(n, device=device, requires_grad=True) for n in sizes]
-    for step in range(2):
-        with tritonclip.accumulate_(params, 0.1):
-            for param in params:
-                param.grad = torch.ones_like(param) * (step + 1)
-    assert names(launches) == [*GLOBAL, *GLOBAL]
-
-
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
 def test_norms_by_name_of_a_step_launch_twice_for_each_number(

@@ -6,6 +6,7 @@ The blocks of the README share their names, those of docs/ with the blocks of th
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import itertools
 import random
@@ -223,6 +224,21 @@ def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped():
         assert model.weight.grad.tolist() == [[9.0] * 3] * 2
         torch.testing.assert_close(model.bias.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
         assert float(optimizer.stats.last_norm) == 5.0
+
+
+def test_docs_micro_batches_are_clipped_one_by_one():
+    names = _names() | {"accumulate": 5}  # one more than there are, so that no step is taken
+    model, weights = copy.deepcopy(names["model"]), list(names["model"].parameters())
+    sums = [torch.zeros_like(weight) for weight in weights]
+    for batch in names["loader"]:
+        model.zero_grad()
+        _loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        sums = [total + p.grad for total, p in zip(sums, model.parameters(), strict=True)]
+
+    assert float(_run("recipes-micro-batches", names)["norm"]) > 1.0
+
+    torch.testing.assert_close([weight.grad for weight in weights], sums)
 
 
 def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level():

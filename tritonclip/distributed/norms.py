@@ -54,10 +54,6 @@ class ReducedNorms(Norms):
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
-    def without_scale(self) -> Norms:
-        reduced = unscaled(self.reduced, self.norm_type, self.grad_scale)
-        return replace(Norms.without_scale(self), reduced=reduced)  # type: ignore[call-arg]
-
     def _parts(self) -> None:
         """None: a state has the same bits in processes without gradients."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,12 +55,10 @@ def clip_(
     grad_scale: float | Tensor = 1.0,
     *,
     remedy: str = REMEDY,
-    keeps_scale: bool = False,
 ) -> Tensor | None:
     """Clips a gradient list; returns its norm, None for a rule that clamps.
 
-    `remedy` ends the message of nonfinite="error". With `keeps_scale`, for rules of one norm, the
-    loss scale stays in the gradients.
+    `remedy` ends the message of nonfinite="error".
     """
     plan, spec = gradients.plan, None
     if plan is None:
@@ -68,19 +66,15 @@ def clip_(
         misuse.warn_of_nothing(gradients)
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if plan.requires_grad and torch.is_grad_enabled():
-        return without_grad(clip_)(
-            gradients, rule, nonfinite, grad_scale, remedy=remedy, keeps_scale=keeps_scale
-        )
+        return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     if not plan.ordinary:
         spec = _check(gradients, rule)
     if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit
-        keeps = keeps_scale and (isinstance(grad_scale, Tensor) or grad_scale != 1)
-        if type(limit) is float and not keeps:
+        if type(limit) is float:
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     if plan.verifying:
-        call = "accumulate_" if keeps_scale else "clip"
-        gradients.verify_agreement(call, rule, grad_scale, nonfinite)
+        gradients.verify_agreement("clip", rule, grad_scale, nonfinite)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -97,9 +91,7 @@ def clip_(
         # No process waits for norms.
         raise gradients.error
     zero = nonfinite == "zero"
-    return write_(
-        gradients, rule, norms, grad_scale, zero_nonfinite=zero, keeps_scale=keeps_scale
-    ).norm
+    return write_(gradients, rule, norms, grad_scale, zero_nonfinite=zero).norm
 
 
 def _check(gradients: Gradients, rule: Rule) -> Norm:
@@ -154,12 +146,11 @@ def write_(
     grad_scale: float | Tensor,
     *,
     zero_nonfinite: bool,
-    keeps_scale: bool = False,
 ) -> Outcome:
     """Clips a measured list, once; it is not empty, and the rule has a meaning for it.
 
     A rule that clamps needs norms only for `zero_nonfinite`, which writes zeros everywhere where a
-    norm is not finite. `keeps_scale` is as for `clip_`.
+    norm is not finite.
     """
     plan = gradients.plan
     assert plan is not None
@@ -177,16 +168,14 @@ def write_(
             _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
     else:
         assert norms is not None
-        left, scale = (norms.without_scale(), 1.0) if keeps_scale else (norms, grad_scale)
-        outcome = _scale_groups_(gradients, rule, left, scale, zero_nonfinite=zero_nonfinite)
+        outcome = _scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
         # Nothing was written where all factors are the number 1.
         factors = [grad_scale, *(coefficient for _, coefficient in outcome.by_group)]
         wrote = rule.clamps or any(isinstance(f, Tensor) or f != 1 for f in factors)
         gradients.finish_writing(wrote=wrote)
     if reference is not None:
-        options: Any = {"zero_nonfinite": zero_nonfinite, "keeps_scale": keeps_scale}
-        write = partial(write_, grad_scale=grad_scale, **options)
+        write = partial(write_, grad_scale=grad_scale, zero_nonfinite=zero_nonfinite)
         reference.check_clip(write, rule, grad_scale, norms, outcome.norm)
     return outcome
 

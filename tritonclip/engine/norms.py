@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
     results_of,
-    unscaled,
     wide_dtype,
 )
 from tritonclip.engine import units
@@ -101,19 +100,6 @@ class Norms:
     def norm_here(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""
         return self.here(self.norm()) if self.per_gradient else self.norm()
-
-    def without_scale(self) -> Norms:
-        """The same norms, for a write that leaves the loss scale in the gradients."""
-        scale, p = self.grad_scale, self.norm_type
-        if not isinstance(scale, Tensor) and scale == 1:
-            return self
-        partials: list[PartialNorms] = []
-        for norms in self.partials:
-            if isinstance(norms, Tensor):
-                partials.append(unscaled(norms, p, scale))
-            else:
-                partials.append([norm / float(scale) for norm in norms] if p else norms)
-        return replace(self, partials=partials, grad_scale=1.0)
 
     def is_finite(self) -> Tensor:
         """Whether every norm is finite, also of gradients that only other processes have; 0-d."""
