@@ -129,37 +129,6 @@ def norms_by_name(workload: str) -> Calls:
     return Calls((ours, loop, foreach), truth, 1e-2)
 
 
-@feature("statistics_by_name", BY_HAND, ("small_10", "resnet50"), ("float32", "bfloat16"))
-def statistics_by_name(workload: str, dtype: str) -> Calls:
-    """Norm, largest magnitude and share of zeros of each gradient, as numbers by name."""
-    gradients = listed(workload, dtype)
-    pairs = [(str(i), parameter) for i, parameter in enumerate(gradients.parameters)]
-
-    def ours() -> list[Tensor]:
-        found = tritonclip.statistics_by_name(pairs).values()
-        return [torch.stack(column) for column in zip(*found, strict=True)]
-
-    def loop() -> list[Tensor]:
-        rows = [
-            (g.norm().item(), g.abs().max().item(), 1 - g.count_nonzero().item() / g.numel())
-            for g in gradients.grads
-        ]
-        return [torch.tensor(column) for column in zip(*rows, strict=True)]
-
-    def foreach() -> list[Tensor]:
-        grads = gradients.grads
-        norms = torch.stack(torch._foreach_norm(grads)).tolist()
-        largest = torch.stack([g.abs().max() for g in grads]).tolist()
-        counts = torch.stack([g.count_nonzero() for g in grads]).tolist()
-        zeros = [1 - n / g.numel() for n, g in zip(counts, grads, strict=True)]
-        return [torch.tensor(column) for column in (norms, largest, zeros)]
-
-    wide = clipped(gradients)
-    zeros = [(x == 0).double().mean() for x in wide]
-    columns = [x.norm() for x in wide], [x.abs().max() for x in wide], zeros
-    return Calls((ours, loop, foreach), list(map(torch.stack, columns)), 1e-2)
-
-
 @feature("error_without_wait", ("tritonclip", 'nonfinite="error"', "no policy", "torch"), TWO)
 def error_without_wait(workload: str) -> Calls:
     """A step of SGD that raises for NaN and inf; nothing is clipped."""
@@ -216,7 +185,7 @@ def own_quantile(workload: str) -> Calls:
     return Calls((ours, loop), clipped(gradients), changed=gradients.grads)
 
 
-RECORDED = ("tritonclip", "tritonclip, statistics", "tritonclip, no recorder", "loop", "foreach")
+RECORDED = ("tritonclip", "tritonclip, no recorder", "loop", "foreach")
 
 
 @feature("record(each=True)", RECORDED, THREE)
@@ -247,7 +216,7 @@ def record_each(workload: str) -> Calls:
         optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
         return lambda: [optimizer.step() or optimizer.stats.last_norm]
 
-    recorders = recorder(each=True), recorder(each=True, statistics=True), None
+    recorders = recorder(each=True), None
     truth = [torch.tensor(gradients.norm, dtype=torch.float64)]
     return Calls((*map(recorded, recorders), loop, foreach), truth, 1e-2)
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tritonclip.backends import choose
 from tritonclip.backends.operators import combine, combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.distributed.gradients import collect
+from tritonclip.distributed.shards import dtensor_class
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
-from tritonclip.engine.norms import Norms
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
-from tritonclip.rules.state import upload
 
 N = TypeVar("N", float, Tensor)
-# Norms of each gradient: the 2-norm, the largest magnitude, and the elements that are not 0.
-STATISTICS = (Norm(each=True), Norm(math.inf, each=True), Norm(0.0, each=True))
 
 
 @torch.compiler.disable
@@ -108,8 +104,8 @@ def statistics_by_name(
     """Measures norm, largest magnitude and share of zeros of each gradient; changes nothing.
 
     A share of zeros that grows while training in float16 shows that elements underflow: the loss
-    scale is too small. Call it *before* clipping. It reads all gradients three times, and waits for
-    nothing.
+    scale is too small. Call it *before* clipping. It reads all gradients three times, counts zeros
+    with PyTorch operators for each gradient, and waits for nothing.
 
     Args:
         parameters: as for :func:`norms_by_name`.
@@ -125,7 +121,7 @@ def statistics_by_name(
 
     Notes:
         NaN counts as no zero, and makes norm and largest NaN. Magnitudes of complex gradients are
-        moduli. In gradients with over 16 million elements the share of zeros may be off by 1e-7.
+        moduli.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -136,14 +132,30 @@ def statistics_by_name(
     refuse_tracer()
     scale = as_grad_scale(grad_scale)
     named = NamedNorms(parameters, group_of)
-    columns = named.statistics_by_name(named.measure_statistics(scale))
-    return dict(
-        zip(
-            named.names,
-            map(GradientStatistics, *map(dict.values, columns)),
-            strict=True,
-        )
-    )
+    norms = named.by_name(named.measure(2.0, scale), 2.0)
+    largest = named.by_name(named.measure(math.inf, scale), math.inf)
+    return {
+        name: GradientStatistics(norm, largest[name], _zeros_in(parameters, norm))
+        for (name, norm), parameters in zip(norms.items(), named.parameters(), strict=True)
+    }
+
+
+def _zeros_in(parameters: list[Tensor], norm: Tensor) -> Tensor:
+    """The share of zeros, 1 without gradients; in the dtype and on the device of the norm."""
+    n, n_nonzero = 0, torch.zeros((), dtype=torch.int64, device=norm.device)
+    for parameter in parameters:
+        n += parameter.numel()
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            grad = grad.coalesce().values()
+        count = (grad != 0).sum()
+        if isinstance(count, dtensor_class()):
+            count = count.full_tensor()
+        n_nonzero += count.to(norm.device, non_blocking=True)
+    wide = n_nonzero.to(wide_dtype(norm.device))
+    return (1 - wide / max(1, n)).to(norm.dtype)
 
 
 class NamedNorms:
@@ -185,68 +197,33 @@ class NamedNorms:
 
     def measure(self, p: float, grad_scale: float | Tensor | None) -> Tensor:
         """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
-        measured = self._measure("norms_by_name", [Norm(p, each=True)], grad_scale)
-        return measured[0].norm_here() if measured else self._no_norms()
-
-    def measure_statistics(self, grad_scale: float | Tensor | None) -> Sequence[Norms]:
-        """Norms of each gradient of order 2, inf and 0, none of no gradients; raises likewise."""
-        return self._measure("statistics_by_name", STATISTICS, grad_scale)
-
-    def _measure(
-        self, call: str, kinds: Sequence[Norm], grad_scale: float | Tensor | None
-    ) -> Sequence[Norms]:
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
-        plan = gradients.plan
+        plan, norm = gradients.plan, Norm(p, each=True)
         if plan is None:
             if text := gradients.warning("no norm is measured"):
                 warn_user(text)
-            return ()
+            return torch.zeros(0, dtype=torch.float32, device=gradients.device)
         if plan.verifying:
-            gradients.verify_agreement(call, kinds[0], scale)
-        measured = gradients.measure_all(kinds, scale)
+            gradients.verify_agreement("norms_by_name", norm, scale)
+        measured = gradients.measure(norm, scale)
         if plan.verifying:
-            reference = verify.Reference(gradients)
-            for norms in measured:
-                reference.check_norms(norms)
-        return measured
-
-    def _no_norms(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.float32, device=self.gradients.device)
+            verify.Reference(gradients).check_norms(measured)
+        return measured.norm_here()
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
         # Without Python code of Tensor.__iter__.
         return self._by_name(norms.unbind(), lambda members: _combined(members, p, norms))
 
-    def statistics_by_name(self, measured: Sequence[Norms]) -> list[dict[str, Tensor]]:
-        """Norms, largest magnitudes and shares of zeros by name, from what was measured."""
-        if not measured:
-            columns = [self.by_name(self._no_norms(), 2.0) for _ in range(3)]
-            columns[2] = {name: zero + 1 for name, zero in columns[2].items()}
-            return columns
-        norms, largest, nonzeros = measured
-        totals = norms.norm_here()
-        return [
-            self.by_name(totals, 2.0),
-            self.by_name(largest.norm_here(), math.inf),
-            self._zeros_by_name(nonzeros, totals.dtype),
-        ]
-
-    def _zeros_by_name(self, nonzeros: Norms, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The share of zeros by name; elements of no gradient are zeros."""
-        if self._members is None:
-            zeros = torch.as_tensor(zeros_of(nonzeros), dtype=dtype, device=nonzeros.device)
-            return dict(zip(self.names, zeros.unbind(), strict=True))
-        counts = nonzeros.norm_here().to(wide_dtype(nonzeros.device))
-        sizes = [sum(map(Tensor.numel, members.values())) for members in self._members.values()]
-        divisors = upload([max(1, size) for size in sizes], counts.dtype, counts.device)
-        by_name = self.by_name(counts, 0.0)
-        shares = 1 - torch.stack(list(by_name.values())) / divisors
-        return dict(zip(by_name, shares.to(dtype).unbind(), strict=True))
-
     def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
         """As `by_name`, where the host decides."""
         return self._by_name(norms, lambda members: combine_numbers(members, p) if members else 0.0)
+
+    def parameters(self) -> list[list[Tensor]]:
+        """The parameters of each name, in order."""
+        if self._members is None:
+            return [[parameter] for parameter in self._measured]
+        return [[*members.values()] for members in self._members.values()]
 
     def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
         if self._members is None:
@@ -257,21 +234,6 @@ class NamedNorms:
             found = [norm_of[at] for at in members if at in norm_of]
             by_name[name] = found[0] if len(found) == 1 else combined(found)
         return by_name
-
-
-def zeros_of(nonzeros: Norms) -> list[float] | Tensor:
-    """The share of zeros in each gradient here, from norms of order 0; 1 without elements.
-
-    Numbers where the host decides, else 1-d.
-    """
-    counts = nonzeros.norm_here()
-    # Rounded as the counts are, so that a gradient without zeros has none.
-    sizes = nonzeros.here(nonzeros.sizes()).to(counts.dtype)
-    if not choose.host_decides(counts.device):
-        wide = wide_dtype(counts.device)
-        return 1 - counts.to(wide) / sizes.to(wide).clamp(min=1)
-    pairs = zip(counts.tolist(), sizes.tolist(), strict=True)
-    return [1 - count / size if size else 1.0 for count, size in pairs]
 
 
 def is_measured(parameter: Tensor) -> bool:

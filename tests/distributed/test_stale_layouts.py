@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,10 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import tritonclip
 from helpers.processes import in_processes
 from helpers.spread import check_clip, mesh_of, parameter, whole, with_partial
-from tritonclip import ClipByRMS, ClippedOptimizer
+from tritonclip import ClipByRMS
 from tritonclip.distributed import shards
 from tritonclip.engine.plan_cache import plans
-from tritonclip.monitor.history import read
 
 
 def _list(mesh: Any, **options: Any) -> list[Any]:
@@ -82,23 +79,6 @@ def test_verify_finds_a_limit_by_the_size_of_another_list() -> None:
         one.grad.mul_(10)
         with pytest.raises(tritonclip.VerificationError):
             tritonclip.clip_([one], ClipByRMS(0.1))
-
-
-@in_processes(2)
-def test_shares_of_zeros_are_of_the_whole_shape() -> None:
-    mesh = mesh_of(-1)
-    for rows in (10, 9):
-        one = parameter((rows, 5), mesh, [Shard(0)], seed=1)
-        one.grad.to_local()[0] = 0
-        zeros = 10 / (rows * 5)
-        named = [("weight", one)]
-        found = tritonclip.statistics_by_name(named)["weight"].zeros
-        assert float(found) == pytest.approx(zeros, rel=1e-6)
-        path = Path(tempfile.mkdtemp(), "run.csv")
-        with tritonclip.record(path, each=True, statistics=True, write=True) as recorder:
-            inner = torch.optim.SGD(named, lr=0.1)
-            ClippedOptimizer(inner, 1.0, recorder=recorder).step()
-        assert float(read(path).named_zeros["weight"]) == pytest.approx(zeros, rel=1e-6)
 
 
 @in_processes(2)

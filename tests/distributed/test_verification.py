@@ -309,7 +309,7 @@ CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
         lambda named, first: (
             tritonclip.norms_by_name(named.items())
             if first
-            else tritonclip.statistics_by_name(named.items())
+            else tritonclip.get_total_norm(grads_of(named.values()))
         ),
         "the call",
     ),

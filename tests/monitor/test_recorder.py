@@ -78,8 +78,6 @@ def test_clip_and_record_together(path):
         ({"append": 0}, TypeError, "append must be True, False or None, got 0"),
         ({"each": "all"}, TypeError, "each must be True or False"),
         ({"each": 2}, TypeError, "each must be True or False"),
-        ({"each": True, "statistics": "all"}, TypeError, "statistics must be True or False"),
-        ({"statistics": True}, ValueError, "pass each=True as well"),
     ],
     ids=str,
 )
@@ -272,25 +270,3 @@ def test_spike_score_is_unknown_where_nothing_is_written(path):
         recorder.add_(1.0)
     recorder.close()
     assert recorder.spike_score != recorder.spike_score
-
-
-def test_statistics_are_unknown_where_a_loop_adds_norms(path):
-    with tritonclip.record(path, each=True, statistics=True) as recorder:
-        recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
-    columns = "norm/a,norm/b,largest/a,largest/b,zeros/a,zeros/b"
-    assert path.read_text().splitlines() == [
-        f"run,step,norm,coefficient,limit,skipped,loss,{columns}",
-        "1,1,5.0,,,,,4.0,3.0,,,,",
-    ]
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_file_keeps_its_columns_of_statistics(path, before):
-    with tritonclip.record(path, each=True, statistics=before) as recorder:
-        recorder.add_(5.0, norms={"a": 4.0})
-    other = tritonclip.record(path, each=True, statistics=not before, append=True)
-    with pytest.raises(ValueError, match=r"rows with norm/a.*the statistics="):
-        other.add_(5.0, norms={"a": 4.0})
-    with tritonclip.record(path, each=True, statistics=before, append=True) as recorder:
-        recorder.add_(5.0, norms={"a": 4.0})
-        assert recorder.steps == 2

@@ -1,4 +1,4 @@
-"""Norms of each parameter in a recorder's rows, and statistics: a reading for each."""
+"""Norms of each parameter in a recorder's rows."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ def rows_after(
     rule: Any,
     prepare: Sequence[Callable[[], object]] = (lambda: None,),
     *,
-    statistics: bool = False,
     grad_scale: Any = None,
     **options: Any,
 ) -> list[dict[str, str]]:
     """The rows of steps, each after its preparation, on parameters or groups."""
-    with tritonclip.record(path, each=True, statistics=statistics) as recorder:
+    with tritonclip.record(path, each=True) as recorder:
         optimizer = ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
         for one in prepare:
             one()
@@ -71,30 +70,6 @@ def step_of(tmp_path: Path, params: Any, rule: Any = 1.0, **options: Any) -> dic
     return row
 
 
-def statistics_of(row: dict[str, str]) -> list[tuple[float, ...]]:
-    """Norm, largest magnitude and share of zeros by name, in order; NaN where unknown."""
-    cells = [
-        [float(cell or "nan") for name, cell in row.items() if name.startswith(kind)]
-        for kind in ("norm/", "largest/", "zeros/")
-    ]
-    return [*zip(*cells, strict=True)]
-
-
-def assert_statistics(row: dict[str, str], grads: Sequence[Tensor]) -> None:
-    for found, grad in zip(statistics_of(row), grads, strict=True):
-        zeros = float((grad == 0).double().mean()) if grad.numel() else 1.0
-        expected = reference.norm(grad), *reference.norms([grad], math.inf), zeros
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
-def some_zeros(params: Sequence[Tensor]) -> list[Tensor]:
-    """Gives gradients, some of whose elements are 0; copies of them."""
-    give_grads(params)
-    grad_of(params[0])[0] = 0.0
-    grad_of(params[1])[1:] = 0.0
-    return copies(map(grad_of, params))
-
-
 RULES = [
     pytest.param(ClipByGlobalNorm(0.5), 2, id="global"),
     pytest.param(ClipByNorm(0.5), 1, id="by-norm"),
@@ -106,32 +81,25 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("statistics", [False, True], ids=["norms", "statistics"])
 @pytest.mark.parametrize(("rule", "n"), RULES)
-def test_norms_and_statistics_take_a_reading_each(
-    tmp_path, device, verbs, monkeypatch, rule, n, statistics
+def test_norms_take_a_reading_unless_the_rule_measures_them(
+    tmp_path, device, verbs, monkeypatch, rule, n
 ):
-    """But for the norm of each gradient where the rule measures it."""
     params = new_params(device=device)
-    grads = some_zeros(params)
+    grads = give_grads(params)
     readings = count_readings(monkeypatch, verbs)
-    row = step_of(tmp_path, params, rule, statistics=statistics)
-    assert len(readings) == n + 2 * statistics
+    row = step_of(tmp_path, params, rule)
+    assert len(readings) == n
     assert_norm(each_of(row), reference.norms(grads))
     total = reference.total_norm(grads, rule.norm_type if n == 2 else 2.0)
     assert float(row["norm"]) == pytest.approx(total, rel=1e-6)
-    if statistics:
-        assert_statistics(row, grads)
 
 
-@pytest.mark.parametrize("statistics", [False, True], ids=["norms", "statistics"])
-def test_norms_and_statistics_beside_norms_of_units(tmp_path, device, statistics):
+def test_norms_beside_norms_of_units(tmp_path, device):
     params = new_params(device=device)
-    grads = some_zeros(params)
-    row = step_of(tmp_path, params, ClipByUnitNorm(0.5), statistics=statistics)
+    grads = give_grads(params)
+    row = step_of(tmp_path, params, ClipByUnitNorm(0.5))
     assert_norm(each_of(row), reference.norms(grads))
-    if statistics:
-        assert_statistics(row, grads)
 
 
 @pytest.mark.covering(2)
@@ -173,12 +141,11 @@ def test_norms_that_are_not_finite_stay_with_their_gradient(tmp_path, device, va
     assert math.isnan(bad) if math.isnan(value) else bad == math.inf
 
 
-@pytest.mark.parametrize("statistics", [False, True])
-def test_recording_changes_no_bit_of_a_step(tmp_path, device, statistics):
+def test_recording_changes_no_bit_of_a_step(tmp_path, device):
     sizes = (3, CHUNK + 1, 5 * CHUNK)
     trained = []
     path = tmp_path / "run.csv"
-    for recorder in (None, tritonclip.record(path, each=True, statistics=statistics)):
+    for recorder in (None, tritonclip.record(path, each=True)):
         params = parameters([normal(n, device=device, seed=n) for n in sizes])
         optimizer = ClippedOptimizer(sgd(params), 0.1, recorder=recorder)
         optimizer.step()
@@ -186,11 +153,10 @@ def test_recording_changes_no_bit_of_a_step(tmp_path, device, statistics):
     assert_bits(*trained)
 
 
-@pytest.mark.parametrize("statistics", [False, True])
-def test_nothing_waits_for_the_device(statistics):
+def test_nothing_waits_for_the_device():
     """Parameters whose values nobody can read: whoever asks for one gets a RuntimeError."""
     params = parameters([torch.empty(n, device="meta") for n in (3, 9000)])
-    recorder = tritonclip.record("run.csv", each=True, statistics=statistics, write=False)
+    recorder = tritonclip.record("run.csv", each=True, write=False)
     optimizer = ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
     for _ in range(2):
         optimizer.step()
@@ -212,26 +178,13 @@ def test_every_group_has_its_norms(tmp_path, device):
     assert float(row["norm/group1"]) == pytest.approx(found[1], rel=1e-6)
 
 
-def test_statistics_of_groups_and_of_parameters_that_are_not_clipped(tmp_path, device):
+def test_norms_are_of_gradients_divided_by_the_loss_scale(tmp_path, device):
     params = new_params(device=device)
-    grads = some_zeros(params)
-    row = step_of(tmp_path, groups_of(params), statistics=True)
-    # The norm of a rule has none.
-    assert (row["largest/group1"], row["zeros/group1"]) == ("", "")
-    assert_statistics({k: cell for k, cell in row.items() if "group1" not in k}, grads)
-
-
-def test_statistics_where_a_gradient_is_missing_or_unscaled(tmp_path, device):
-    params = new_params(device=device)
-    some_zeros(params)
-    params[0].grad = None
-    grads = copies(map(grad_of, params[1:]))
-    for param in params[1:]:
+    grads = give_grads(params)
+    for param in params:
         grad_of(param).mul_(8)
-    scale = torch.tensor(8.0, device=device)
-    row = step_of(tmp_path, params, 1e9, statistics=True, grad_scale=scale)
-    assert statistics_of(row)[0] == (0.0, 0.0, 1.0)
-    assert_statistics(row, [torch.zeros(3), *grads])
+    row = step_of(tmp_path, params, 1e9, grad_scale=torch.tensor(8.0, device=device))
+    assert_norm(each_of(row), reference.norms(grads))
 
 
 def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
@@ -305,13 +258,6 @@ def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, mon
     coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
     for param, grad in zip(params, grads, strict=True):
         torch.testing.assert_close(grad_of(param).cpu(), grad * coefficient)
-
-
-def test_gradients_in_buffers_have_statistics(tmp_path, device):
-    params, flat = in_buffers(device)
-    grad_of(params[1])[1:] = 0.0
-    grads = copies(map(grad_of, params))
-    assert_statistics(step_of(tmp_path, params, 0.5, flat=flat, statistics=True), grads)
 
 
 @pytest.mark.parametrize("policy", ["error", "skip", "zero"])

@@ -339,9 +339,6 @@ def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> 
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xscale("log")
     names = [_shortened(named.name) for named in largest]
-    for row, named in enumerate(largest):
-        if named.zeros is not None:
-            names[row] += f", {percent(named.zeros)} zeros"
     # A dollar sign begins no formula.
     axes.set_yticks(rows, names, parse_math=False)
     axes.set_ylim(len(largest) - 0.5, -0.5)

@@ -23,11 +23,10 @@ from tritonclip.commands import script
 from tritonclip.commands.call_log import CallLog, rank
 from tritonclip.commands.doctor import doctor
 from tritonclip.integrations.patching import TorchPatch
-from tritonclip.messages import in_columns, is_own, printable
+from tritonclip.messages import is_own
 
 if TYPE_CHECKING:
     from tritonclip.advice.suggestion import Suggestion
-    from tritonclip.monitor.history import History
     from tritonclip.monitor.recorder import Recorder
 
 # Options of `run` that a script may be given by mistake.
@@ -344,7 +343,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
 
 
 def suggest(chosen: argparse.Namespace) -> int:
-    """Prints the suggestion, and the largest norms by name."""
+    """Prints the suggestion."""
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)
@@ -360,31 +359,7 @@ def suggest(chosen: argparse.Namespace) -> int:
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
     only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
     print(f"max_norm: {limit}{only}")
-    _print_largest(history.run(suggestion.run))
     return 0
-
-
-def _print_largest(history: History) -> None:
-    """Prints the largest norms by name, and the names of dead gradients, if any are known."""
-    if largest := history.largest():
-        rows = [("", "median", "largest", "at step", "largest element", "zeros")]
-        for norm in largest:
-            magnitude = "" if norm.magnitude is None else f"{norm.magnitude:.4g}"
-            zeros = "" if norm.zeros is None else f"{norm.zeros:.1%}"
-            numbers = f"{norm.median:.4g}", f"{norm.largest:.4g}", str(norm.step)
-            rows.append((printable(norm.name), *numbers, magnitude, zeros))
-        # Of elements, where they were recorded.
-        n = 6 if history.named_zeros else 4
-        print(f"\nthe largest of {len(history.named_norms)} norms by name")
-        print(in_columns([row[:n] for row in rows]))
-    if most := history.most_zeros():
-        shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in most.items())
-        print(f"most zeros: {shares}")
-    dead = history.dead()
-    for steps in sorted(set(dead.values()), reverse=True):
-        names = ", ".join(printable(name) for name, n_steps in dead.items() if n_steps == steps)
-        since = "last step" if steps == 1 else f"last {steps} steps"
-        print(f"0 in the {since}: {names}")
 
 
 def _left_out(suggestion: Suggestion) -> str:

@@ -288,28 +288,19 @@ class ShardedGradients(Gradients):
         """As of :class:`Gradients`, by one all-reduce in the usual case."""
         if not self._is_reduced:
             return super().measure(norm, grad_scale)
-        (norms,) = self._measure([norm], grad_scale, names_culprits)
-        return norms
-
-    def measure_all(self, kinds: Sequence[Norm], grad_scale: float | Tensor) -> list[Norms]:
-        if not self._is_reduced:
-            return super().measure_all(kinds, grad_scale)
-        return self._measure(kinds, grad_scale)
+        return self._measure(norm, grad_scale, names_culprits)
 
     @without_grad
-    def _measure(
-        self, kinds: Sequence[Norm], grad_scale: float | Tensor, names_culprits: bool = False
-    ) -> list[Norms]:
-        """Measures norms beside each other, and raises the error of a rejected list."""
-        norms: list[Norms] = []
-        if self.error is None or self.awaits(kinds[0]):
-            norms = [*run_exchanges([exchange(self, norm, grad_scale) for norm in kinds])]
-            if self.error is not None and names_culprits:
+    def _measure(self, norm: Norm, grad_scale: float | Tensor, names_culprits: bool) -> Norms:
+        """Measures a norm over processes, and raises the error of a rejected list."""
+        if self.error is None or self.awaits(norm):
+            (norms,) = run_exchanges([exchange(self, norm, grad_scale)])
+            if self.error is None:
+                return norms
+            if names_culprits:
                 # The others ask for names where a norm is NaN.
                 gather_objects([], self.sharding.domain)
-        if self.error is not None:
-            raise self.error
-        return norms
+        raise self.error
 
     def ask_limit(self, rule: Rule, measured: Norms) -> Rule:
         if self._is_reduced and agreement.has_user_limit(rule):

@@ -216,10 +216,6 @@ class Gradients:
             return norms.measure_by(self, norm.by, grad_scale)
         return norms.measure(self, norm.order, norm.each, grad_scale)
 
-    def measure_all(self, kinds: Sequence[Norm], grad_scale: float | Tensor) -> list[norms.Norms]:
-        """Measures norms one after the other."""
-        return [self.measure(norm, grad_scale) for norm in kinds]
-
     def ask_limit(self, rule: Rule, measured: norms.Norms) -> Rule:
         """Asks for a limit that may raise on one process alone; the rule, which then has it."""
         return rule

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import printable
-from tritonclip.monitor.history_file import COLUMNS, PREFIXES, Cell, Line, format_of
+from tritonclip.monitor.history_file import COLUMNS, PREFIX, Cell, Line, format_of
 
 # A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
 _SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
@@ -30,16 +30,12 @@ class NamedNorm(NamedTuple):
         median: of the norms.
         largest: of the norms.
         step: of the largest.
-        magnitude: the largest of an element in all steps; None where unknown, as is zeros.
-        zeros: the median share of elements that are 0.
     """
 
     name: str
     median: float
     largest: float
     step: int
-    magnitude: float | None = None
-    zeros: float | None = None
 
 
 @dataclass
@@ -56,8 +52,6 @@ class History:
         skipped: 1 for steps that were skipped; NaN where unknown.
         losses: of the steps' batches; NaN where unknown.
         named_norms: norms of groups or parameters, by name.
-        named_largest: their largest magnitudes, as far as they were recorded.
-        named_zeros: their shares of zeros; likewise.
     """
 
     columns: Mapping[str, Tensor]
@@ -72,14 +66,11 @@ class History:
         self.norms, self.coefficients, self.limits, self.skipped, self.losses = [
             columns[name] for name in COLUMNS[2:]
         ]
-        self.named_norms, self.named_largest, self.named_zeros = (
-            {
-                name.removeprefix(prefix): column
-                for name, column in columns.items()
-                if name.startswith(prefix)
-            }
-            for prefix in PREFIXES
-        )
+        self.named_norms = {
+            name.removeprefix(PREFIX): column
+            for name, column in columns.items()
+            if name.startswith(PREFIX)
+        }
 
     def __len__(self) -> int:
         return len(self.norms)
@@ -165,16 +156,8 @@ class History:
             if (norms[finite] > 0).any():
                 at = int(norms.where(finite, -1.0).argmax())
                 median, step = float(norms[finite].quantile(0.5)), int(self.steps[at])
-                magnitude = _quantile_of(self.named_largest.get(name), 1.0)
-                zeros = _quantile_of(self.named_zeros.get(name), 0.5)
-                found.append(NamedNorm(name, median, float(norms[at]), step, magnitude, zeros))
+                found.append(NamedNorm(name, median, float(norms[at]), step))
         return sorted(found, key=lambda named: (-named.median, -named.largest))[:n]
-
-    def most_zeros(self, n: int = 5) -> dict[str, float]:
-        """The n names with the largest median shares of zeros; none with 0 or 1."""
-        medians = {name: _quantile_of(column, 0.5) for name, column in self.named_zeros.items()}
-        some = {name: share for name, share in medians.items() if share and share < 1}
-        return dict(sorted(some.items(), key=lambda item: -item[1])[:n])
 
     def dead(self) -> dict[str, int]:
         """The names whose norm is 0 at the last step, and for how many steps it has been."""
@@ -221,19 +204,13 @@ class SpikeCounter:
         return self._n_spikes / self._n_norms if self._n_norms > _SPIKE_WINDOW else math.nan
 
 
-def _quantile_of(values: Tensor | None, q: float) -> float | None:
-    """A quantile of the numbers that are finite; None without any."""
-    finite = None if values is None else values[values.isfinite()]
-    return float(finite.quantile(q)) if finite is not None and len(finite) else None
-
-
 def read(path: str | os.PathLike[str]) -> History:
     """Reads a history file, written by a :class:`Recorder` or another program.
 
     Args:
         path: a .csv or .jsonl file with a column `norm`. The columns `run`, `step`, `coefficient`,
             `limit`, `skipped` and `loss` are optional, and so are named norms in columns
-            `norm/<name>`, with `largest/<name>` and `zeros/<name>`. Other columns are not read.
+            `norm/<name>`. Other columns are not read.
             A loss that is no number is unknown. Rows without a norm are left out, and so is a last
             line without a line break, which a crash may have cut.
 
@@ -315,13 +292,7 @@ def _numbers(number: int, cells: dict[str, Cell]) -> dict[str, float] | None:
         raise ValueError(f"line {number}: expected a column 'norm', got columns {found}")
     if cells["norm"] is None:
         return None
-    # Columns of other programs may begin alike: one with a norm beside it is ours.
-    wanted = [
-        name
-        for name in cells
-        if name in COLUMNS[1:]
-        or (name.startswith(PREFIXES) and PREFIXES[0] + name.partition("/")[2] in cells)
-    ]
+    wanted = [name for name in cells if name in COLUMNS[1:] or name.startswith(PREFIX)]
     row = {name: _number(number, name, cells[name]) for name in wanted}
     if row["norm"] < 0:
         raise ValueError(f"line {number}: expected norm 0 or more, got {row['norm']}")

@@ -20,9 +20,8 @@ from tritonclip.messages import join_names, printable
 
 # A recorder writes these, in this order, and then one for each named norm.
 COLUMNS = ("run", "step", "norm", "coefficient", "limit", "skipped", "loss")
-# Begin the columns of named norms, of their largest magnitudes and of their shares of zeros, so
-# that no name collides with those above.
-PREFIXES = ("norm/", "largest/", "zeros/")
+# Begins the columns of named norms, so that no name collides with those above.
+PREFIX = "norm/"
 Cell = float | int | bool | str | None
 # The number of a line, and its cells by column.
 Line = tuple[int, dict[str, Cell]]
@@ -182,10 +181,9 @@ class HistoryFile:
             self.run = 1 + max(map(int, re.findall(rb"\d+", b" ".join(begins))))
         self._columns = columns
 
-    def begin(self, names: Sequence[str], *, statistics: bool = False) -> None:
+    def begin(self, names: Sequence[str]) -> None:
         """Fixes the columns, at the first row; ValueError if the file has others."""
-        prefixes = PREFIXES if statistics else PREFIXES[:1]
-        columns = (*COLUMNS, *(prefix + printable(name) for prefix in prefixes for name in names))
+        columns = (*COLUMNS, *(PREFIX + printable(name) for name in names))
         if self._columns is not None and columns != self._columns:
             had, got = (
                 join_names(found[len(COLUMNS) :], 4) or "no norms by name"
@@ -193,8 +191,7 @@ class HistoryFile:
             )
             raise ValueError(
                 f"{self.path} has rows with {had}; expected the same, got {got}: record with the "
-                "each=, the statistics= and the norms= of the rows that are there, "
-                f"or {_ANOTHER}"
+                f"each= and the norms= of the rows that are there, or {_ANOTHER}"
             )
         self._columns = columns
 

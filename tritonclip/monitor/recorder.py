@@ -32,7 +32,6 @@ def record(
     *,
     every: int = 100,
     each: bool = False,
-    statistics: bool = False,
     write: bool | None = None,
     append: bool | None = None,
 ) -> Recorder:
@@ -64,8 +63,6 @@ def record(
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
             Gradients are read once more, unless their rule measures these norms. The optimizer
             knows the names if it was made from `model.named_parameters()`.
-        statistics: whether it also adds the largest magnitude and the share of zeros of these
-            gradients, by a reading for each of the two; with `each`.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
         append: whether to append to a file that already has steps. The columns must be the same,
@@ -79,8 +76,7 @@ def record(
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
         TypeError: an argument of another kind.
-        ValueError: another ending, `every` below 1, a file that no recorder wrote, or `statistics`
-            without `each`.
+        ValueError: another ending, `every` below 1, or a file that no recorder wrote.
 
     Warns:
         ClippingWarning: a file with steps, without `append`.
@@ -93,9 +89,7 @@ def record(
         `state_dict()`; without it, rows are appended as another run, with step numbers that
         continue. docs/choosing_max_norm.md has all columns.
     """
-    recorder = Recorder(
-        path, every=every, each=each, statistics=statistics, write=write, append=append
-    )
+    recorder = Recorder(path, every=every, each=each, write=write, append=append)
     if append is None and recorder.steps:
         warnings.warn(
             f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
@@ -129,7 +123,6 @@ class Recorder:
         path: of the file.
         every: the number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
-        statistics: whether it adds its largest magnitude and share of zeros, too.
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
@@ -142,7 +135,6 @@ class Recorder:
         *,
         every: int = 100,
         each: bool = False,
-        statistics: bool = False,
         write: bool | None = None,
         append: bool | None = None,
     ) -> None:
@@ -154,12 +146,7 @@ class Recorder:
             if not (choice is None or isinstance(choice, bool)):
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         self.every = as_count("every", every, 1)
-        self.each, self.statistics = as_flag("each", each), as_flag("statistics", statistics)
-        if statistics and not each:
-            raise ValueError(
-                "statistics=True adds to the norm of each parameter, got each=False; "
-                "pass each=True as well"
-            )
+        self.each = as_flag("each", each)
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
@@ -222,9 +209,8 @@ class Recorder:
     def append_(self, row: list[Value]) -> None:
         """Adds a step that was prepared; raises as `add_` does.
 
-        The row has checked values: norm, coefficient, limit, whether it was skipped, loss, the
-        norms of the names and, with `statistics`, their largest magnitudes and their shares of
-        zeros. A 1-d tensor has several.
+        The row has checked values: norm, coefficient, limit, whether it was skipped, loss and the
+        norms of the names. A 1-d tensor has several.
         """
         self._check_open()
         # Known since the names are.
@@ -286,9 +272,6 @@ class Recorder:
                 for name, value in named.items()
             ),
         ]
-        if self.statistics:
-            # Only a ClippedOptimizer knows them.
-            row += [None] * (2 * len(named))
         self.prepare(tuple(named))
         self.append_(row)
 
@@ -354,7 +337,7 @@ class Recorder:
                 "the group"
             )
         if self.writes:
-            self._rows.file.begin(names, statistics=self.statistics)
+            self._rows.file.begin(names)
         self._names = names
 
     def _check_open(self) -> None:

@@ -32,7 +32,6 @@ from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.monitor.stats import Clipped, as_tensor
-from tritonclip.named_norms import STATISTICS
 from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
@@ -47,7 +46,7 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-LARGEST, TWO_NORM = Norm(math.inf), Norm()
+LARGEST, TWO_NORM, EACH_NORM = Norm(math.inf), Norm(), Norm(each=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +60,7 @@ class ClipGroup:
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
             inf; the 2-norm, where they are of another order; those of each gradient.
-        n_recorded: of `STATISTICS`, which a recorder takes of each gradient; the norm is the first.
+        is_recorded: a recorder takes the 2-norm of each gradient.
         finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
@@ -73,7 +72,7 @@ class ClipGroup:
     unclipped: bool = False
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
-    n_recorded: int = 0
+    is_recorded: bool = False
     finite: Tensor | None = None
     bound_rule: BoundRule | None = None
 
@@ -96,15 +95,15 @@ class ClipGroup:
         return not (self.unclipped or self.rule.clamps)
 
     @property
-    def recorded(self) -> list[Norms]:
-        """The norm of each gradient that a recorder takes, and then, if measured, statistics."""
-        return [self.others[norm] for norm in STATISTICS if norm in self.others]
+    def recorded(self) -> Norms | None:
+        """The norm of each gradient that a recorder takes, if it is measured."""
+        return self.others.get(EACH_NORM)
 
     def keep(self, norm: Norm, norms: Norms, *, of_rule: bool) -> None:
         """Keeps norms that were measured, for the rule or for other readers."""
         if of_rule:
             self.norms = norms
-        if not of_rule or (self.n_recorded and norm.order == 2.0 and norm.each):
+        if not of_rule or (self.is_recorded and norm.order == 2.0 and norm.each):
             self.others[norm._replace(by=None)] = norms
 
     def measure_finite_(self) -> None:
@@ -349,10 +348,9 @@ class NormRequest(NamedTuple):
 
 
 def recorded_requests(group: ClipGroup) -> list[NormRequest]:
-    """The norms of each gradient that a recorder takes, less those that the rule measures."""
-    found = [NormRequest(group, norm) for norm in STATISTICS]
-    first = int(group.rule.norm_type == 2.0 and group.rule.per_gradient)
-    return found[first : group.n_recorded]
+    """The norm of each gradient, where a recorder takes it and the rule does not measure it."""
+    is_measured = group.rule.norm_type == 2.0 and group.rule.per_gradient
+    return [NormRequest(group, EACH_NORM)] if group.is_recorded and not is_measured else []
 
 
 def hides_nonfinite(order: float) -> bool:
@@ -418,7 +416,7 @@ def _two_norm_of(group: ClipGroup) -> Norms | None:
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
-    return group.others.get(TWO_NORM) or group.others.get(STATISTICS[0])
+    return group.others.get(TWO_NORM) or group.recorded
 
 
 def _norm_of(norms: Tensor) -> Tensor:

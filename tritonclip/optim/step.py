@@ -137,12 +137,12 @@ class Step:
                 _ = rule.norm
             scale = 1.0 if rule.clamps else self.grad_scale
             group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
-            if group.n_recorded:
+            if group.is_recorded:
                 group.keep(rule.norm, group.norms, of_rule=True)
         if self.by_gradient:
             group.measure_finite_()
         if record is not None:
-            if group.n_recorded:
+            if group.is_recorded:
                 measure_requests(recorded_requests(group), self.grad_scale)
             record.measure(groups, self.grad_scale)
 
@@ -196,7 +196,7 @@ class Step:
                 found.append(NormRequest(group, rule.norm, of_rule=True))
                 if self.check_finite and hides_nonfinite(rule.norm_type):
                     found.append(NormRequest(group, LARGEST))
-            if group.n_recorded:
+            if group.is_recorded:
                 found += recorded_requests(group)
             elif (
                 reads_two_norm

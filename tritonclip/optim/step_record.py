@@ -1,7 +1,6 @@
 """The norms of a step for a recorder: of all gradients, of groups with a rule, of each parameter.
 
-The norm of each parameter, its largest magnitude and its share of zeros are ordinary norms, of
-order 2, inf and 0: each takes a reading of the gradients, but the first where the rule measures it.
+The norm of each parameter takes a reading of the gradients, unless the rule measures it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tritonclip.engine.norms import Norms
 from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Flag, Outcomes
-from tritonclip.named_norms import STATISTICS, NamedNorms, is_measured, zeros_of
+from tritonclip.named_norms import NamedNorms, is_measured
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, Grouping, global_norm_of
 from tritonclip.optim.param_groups import are_same, key_of, label_of_member
 
@@ -57,39 +56,26 @@ def _have_not_changed(parameters: Any, before: Any) -> bool:
     return are_same(parameters, before) if isinstance(parameters, list) else parameters is before
 
 
-# Numbers of one kind by name: norms, largest magnitudes, or shares of zeros. Those of no gradient.
-_Column = dict[str, float | Tensor]
-_NOTHING = (0.0, 0.0, 1.0)
-
-
-def _add_columns_(columns: Sequence[_Column], group: ClipGroup, names: Sequence[str]) -> None:
-    """Adds norms of a clip group by name, and statistics; `_NOTHING` where there is no gradient."""
+def _add_norms_(by_name: dict[str, float | Tensor], group: ClipGroup, names: Sequence[str]) -> None:
+    """Adds norms of a clip group by name; 0 where there is no gradient."""
     positions = group.gradients.positions()
     if positions is not None:
         for name, p in zip(names, _parameters_in(group), strict=True):
             if is_measured(p) and p.grad is None:
-                for column, nothing in zip(columns, _NOTHING, strict=False):
-                    column[name] = nothing
+                by_name[name] = 0.0
         names = [names[i] for i in positions]
-    for column, values in zip(columns, _values_of(group), strict=False):
-        numbers = chain.from_iterable(v if isinstance(v, Tensor) else (v,) for v in values)
-        column.update(zip(names, numbers, strict=True))
+    if group.recorded is not None:
+        by_name.update(zip(names, _values_of(group.recorded), strict=True))
 
 
-def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
-    """Each gradient's norm and statistics: numbers, or a tensor where the host does not decide."""
-    values: list[Sequence[float | Tensor]] = []
-    for norm, each in zip(STATISTICS, group.recorded, strict=False):
-        plan = each.gradients.plan
-        assert plan is not None
-        if plan.verifying:
-            verify.Reference(each.gradients).check_norms(each)
-        # By a norm of order 0, the share of zeros.
-        found = zeros_of(each) if norm.order == 0 else each.numbers()
-        if found is None:
-            found = each.norm_here()
-        values.append(found if isinstance(found, list) else [found])
-    return values
+def _values_of(norms: Norms) -> Sequence[float] | Tensor:
+    """The norm of each gradient: numbers, or a tensor where the host does not decide."""
+    plan = norms.gradients.plan
+    assert plan is not None
+    if plan.verifying:
+        verify.Reference(norms.gradients).check_norms(norms)
+    numbers = norms.numbers()
+    return numbers if isinstance(numbers, list) else norms.norm_here()
 
 
 class StepRecord:
@@ -114,13 +100,11 @@ class StepRecord:
         self._is_whole = False
         # Gradients that are measured for the recorder alone.
         self._named: NamedNorms | None = None
-        # The norm of all, and those by name, in this order, and then, if the recorder takes them,
-        # largest magnitudes and shares of zeros; a 1-d tensor has several of them.
+        # The norm of all, and those by name, in this order; a 1-d tensor has several of them.
         self._norms: list[float | Tensor | None] = []
         self._order: tuple[str, ...] = ()
         if not recorder.each:
             return
-        n_recorded = len(STATISTICS) if recorder.statistics else 1
         groups, flat = grouping.groups, grouping.flat
         # Other processes have to get the error for gradients that are refused.
         is_collective = grouping.processes is not None
@@ -133,7 +117,7 @@ class StepRecord:
             if found is not None:
                 self._clipped, self._names = clipped, found
                 for group in clipped:
-                    group.n_recorded = n_recorded
+                    group.is_recorded = True
                 n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
                 if flat is not None or n_named == n:
                     return
@@ -154,7 +138,7 @@ class StepRecord:
             self.refusal = error
             return
         gradients = self._named.gradients
-        recorded = ClipGroup(gradients, UNLIMITED, unclipped=True, n_recorded=n_recorded)
+        recorded = ClipGroup(gradients, UNLIMITED, unclipped=True, is_recorded=True)
         if recorded.is_spread:
             self.clip_groups.append(recorded)
 
@@ -187,44 +171,36 @@ class StepRecord:
     def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
         """Takes the norms of a step that is measured, and not written yet."""
         norm: float | Tensor | None = None
-        columns: list[_Column] = [{} for _ in range(3 if self._recorder.statistics else 1)]
-        by_group = columns[0]
+        by_name: dict[str, float | Tensor] = {}
         for group in clip_groups:
             if not group.has_norm:
                 continue
             if group.index is None:
                 norm = group.norm()
             else:
-                by_group[key_of(group.index)] = group.norm()
+                by_name[key_of(group.index)] = group.norm()
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        if self._is_whole and self._clipped[0].recorded:
-            self._norms = [norm, *chain.from_iterable(_values_of(self._clipped[0]))]
+        if self._is_whole and (recorded := self._clipped[0].recorded) is not None:
+            found = _values_of(recorded)
+            self._norms = [norm, found] if isinstance(found, Tensor) else [norm, *found]
             return
         for group, names in zip(self._clipped, self._names, strict=True):
-            _add_columns_(columns, group, names)
+            _add_norms_(by_name, group, names)
         if self._named is not None:
-            found = self._columns_of_named(self._named, grad_scale)
-            for column, by_name in zip(columns, found, strict=True):
-                column.update(by_name)
-        self._norms = [norm, *(column.get(name) for column in columns for name in self._order)]
+            by_name.update(self._norms_of_named(self._named, grad_scale))
+        self._norms = [norm, *map(by_name.get, self._order)]
 
-    def _columns_of_named(
+    def _norms_of_named(
         self, named: NamedNorms, grad_scale: float | Tensor
-    ) -> Sequence[Mapping[str, float | Tensor]]:
-        """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
-        group = self.clip_groups[0] if self.clip_groups else None
-        measured = [] if group is None else group.recorded
-        if self._recorder.statistics:
-            statistics: Sequence[Norms] = measured
-            if group is None:
-                statistics = named.measure_statistics(grad_scale)
-            return named.statistics_by_name(statistics)
-        each = measured[0].norm_here() if measured else named.measure(2.0, grad_scale)
+    ) -> Mapping[str, float | Tensor]:
+        """Norms by name of gradients that are measured for the recorder alone."""
+        measured = self.clip_groups[0].recorded if self.clip_groups else None
+        each = named.measure(2.0, grad_scale) if measured is None else measured.norm_here()
         if choose.host_decides(each.device):
-            return [named.numbers_by_name(each.tolist(), 2.0)]
-        return [named.by_name(each, 2.0)]
+            return named.numbers_by_name(each.tolist(), 2.0)
+        return named.by_name(each, 2.0)
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None
