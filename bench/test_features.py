@@ -129,21 +129,6 @@ def norms_by_name(workload: str) -> Calls:
     return Calls((ours, loop, foreach), truth, 1e-2)
 
 
-@feature("error_without_wait", ("tritonclip", 'nonfinite="error"', "no policy", "torch"), TWO)
-def error_without_wait(workload: str) -> Calls:
-    """A step of SGD that raises for NaN and inf; nothing is clipped."""
-    gradients = listed(workload)
-    parameters, sgd = gradients.parameters, sgd_of(gradients.parameters)
-
-    def by_torch() -> None:
-        clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
-        sgd.step()
-
-    policies = "async_error", "error", "propagate"
-    steps = (step_of(parameters, 1e9, nonfinite=policy) for policy in policies)
-    return Calls((*steps, by_torch), clipped(gradients), changed=gradients.grads)
-
-
 @feature("loss_outliers", ("tritonclip", "lists of tensors"), TWO)
 def loss_outliers(workload: str) -> Calls:
     """A step of SGD that is skipped where norm or loss is an outlier among the last 128."""

@@ -145,7 +145,6 @@ FEATURES: dict[str, tuple[Callable[[list[Tensor]], Callable[[], Any]], float]] =
     "skip_above=1e9": (partial(step_of, skip_above=1e9), 15.0),
     'nonfinite="skip"': (partial(step_of, nonfinite="skip"), 10.0),
     'nonfinite="error"': (partial(step_of, nonfinite="error"), 10.0),
-    'nonfinite="async_error"': (partial(step_of, nonfinite="async_error"), 10.0),
     "recorder": (lambda own: step_of(own, recorder=recorder()), 10.0),
     "recorder, each=True": (lambda own: step_of(own, recorder=recorder(each=True)), 15.0),
 }

@@ -34,7 +34,6 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: on_one(clip_, (-0.5, 0.5)), "write ClipByValue(-0.5, 0.5) for two bounds"),
     (lambda: on_one(clip_, optimizer()), "it clips in its step: ClippedOptimizer(optimizer, 1.0)"),
     (lambda: on_one(clip_, 1.0, nonfinite="skip"), "only a ClippedOptimizer can skip a step"),
-    (lambda: on_one(clip_, 1.0, nonfinite="async_error"), "can raise at a later step"),
     (
         lambda: on_one(clip_, 1.0, nonfinite=True),
         "as torch's error_if_nonfinite=True, 'error' raises",

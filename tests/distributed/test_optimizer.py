@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard
 
 import tritonclip
 from helpers.processes import in_processes
-from helpers.serving import decided_on_device
 from helpers.spread import (
     assert_same_everywhere,
     gathered,
@@ -44,7 +43,6 @@ from tritonclip import (
     ClipState,
     Outlier,
 )
-from tritonclip.optim.watches import DELAY_STEPS
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -101,34 +99,6 @@ def test_step_raises_everywhere() -> None:
     error = pytest.raises(RuntimeError, match=r"0\.weight \(on rank 1\)")
     with unchanged(model.parameters()), error:
         wrapper.step()
-
-
-@pytest.mark.parametrize("rule", [0.05, ClipByNorm(0.05)], ids=["global", "by-norm"])
-@in_processes(2)
-def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
-    """With the same names, of the gradients of every process."""
-    model = sharded_network()
-    inner = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
-    wrapper = ClippedOptimizer(inner, rule, nonfinite="async_error")
-    errors, before = {}, []
-    with decided_on_device():
-        for step in range(2 * DELAY_STEPS):
-            wrapper.zero_grad()
-            loss_of(model, step).backward()
-            if step == 1:
-                before = _weights(model)
-                _spoil(model, math.nan)
-            try:
-                wrapper.step()
-            except RuntimeError as error:
-                errors[step] = str(error)
-                break
-    assert list(errors) == [1 + DELAY_STEPS]
-    (message,) = errors.values()
-    assert "Step 1, counted from 0, has non-finite gradients: 0.weight (on rank 1)" in message
-    # Each process names the nearest of its own.
-    assert ("0.bias after them" in message) == (dist.get_rank() == 1)
-    torch.testing.assert_close(_weights(model), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "replicated"])

@@ -21,7 +21,7 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimiz
 Make = Callable[[Any], Optimizer]
 
 SHAPES = ((3,), (4, 5), ())
-POLICIES = ["propagate", "error", "async_error", "zero", "skip"]
+POLICIES = ["propagate", "error", "zero", "skip"]
 SCALERS = [
     pytest.param(torch.amp.GradScaler, id="torch"),
     pytest.param(tritonclip.GradScaler, id="tritonclip"),

@@ -157,7 +157,7 @@ def test_differentiable_updates_are_refused(meet):
 @pytest.mark.parametrize("where", ["constructor", "attribute"])
 def test_unknown_policy_is_refused(policy, where):
     weight, wrapper = one_weight()
-    message = "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
+    message = "nonfinite must be 'propagate', 'error', 'zero' or 'skip', got "
     if where == "constructor":
         inner = SGD([weight])
         with pytest.raises(ValueError, match=message):

@@ -308,13 +308,6 @@ class ShardedGradients(Gradients):
             agreement.ask_limits([(bound, measured)])
         return rule
 
-    def without_tensors(self) -> ShardedGradients:
-        """As of :class:`Gradients`; its processes still find each other."""
-        twin = super().without_tensors()
-        assert isinstance(twin, ShardedGradients)
-        twin.wrappers = twin.wanted = ()
-        return twin
-
     def twin(self, copies: list[Tensor]) -> Gradients:
         twin = super().twin(copies)
         twin.wrappers = ()  # type: ignore[attr-defined]  # of shards

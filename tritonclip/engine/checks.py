@@ -96,8 +96,6 @@ def unknown_policy(nonfinite: object) -> ValueError:
     remedy = "as torch's error_if_nonfinite=True, 'error' raises"
     if nonfinite == "skip":
         remedy = "only a ClippedOptimizer can skip a step"
-    elif nonfinite == "async_error":
-        remedy = "only a ClippedOptimizer can raise at a later step"
     return ValueError(
         f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; {remedy}"
     )

@@ -179,14 +179,6 @@ class Gradients:
         twin.parameters = parameters
         return twin
 
-    def without_tensors(self) -> Gradients:
-        """The same list for messages alone: it names its gradients, and keeps none alive."""
-        twin = copy(self)
-        twin.distinct, twin.sources = self.positions(), None  # type: ignore[assignment]
-        twin.tensors = twin.readable = []
-        twin.copies, twin.versions, twin.parameters = {}, None, None
-        return twin
-
     def reject_(self, error: Exception) -> None:
         """Raises an error about the list; later, where other processes wait for its norms."""
         raise error

@@ -39,31 +39,20 @@ def either(*flags: Flag) -> Flag:
     return found
 
 
-def unless(flag: Flag, other: Flag) -> Flag:
-    """Whether a flag is true and another one is not; on the device of the first."""
-    if other is False or flag is False:
-        return flag
-    if isinstance(other, bool):
-        return False
-    return ~other if flag is True else flag & ~other.to(flag.device)
-
-
 class Verdict(NamedTuple):
-    """Whether a step is left out, by the host or by the device alone, for any of three reasons.
+    """Whether a step is left out, by the host or by the device alone, for either of two reasons.
 
     Attributes:
         overflow: a GradScaler found one, and counts it.
         skip: the policy or `skip_above` skips the step.
-        error: the error of this step, or of one before it, is still to be raised.
     """
 
     left_out: Flag = False
     overflow: Flag = False
     skip: Flag = False
-    error: Flag = False
 
     def read(self) -> Verdict:
-        """The same in bools, of a step without an error to come; waits for the device."""
+        """The same in bools; waits for the device."""
         if not self.left_out:
             return TAKEN
         overflow = bool(self.overflow)
@@ -285,7 +274,9 @@ class StepCounts:
         if isinstance(overflow, Tensor):
             overflow = overflow.to(self.device).reshape(())
         if isinstance(skip, Tensor):
-            skip = unless(skip.to(self.device).reshape(()), overflow)
+            skip = skip.to(self.device).reshape(())
+            if overflow is not False:
+                skip = skip & ~overflow
         least = self._least(coefficients).reshape(()) if coefficients else None
         return _Uncertain(left_out.to(self.device).reshape(()), overflow, skip, least)
 

@@ -202,11 +202,6 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     )
 
 
-def has_momentum(optimizer: Optimizer) -> bool:
-    """Whether it is SGD with momentum, which decides on the device once its state is complete."""
-    return isinstance(optimizer, SGD) and any(g["momentum"] for g in optimizer.param_groups)
-
-
 def step_unless(optimizer: Any, stop: Tensor) -> Any:
     """A step that updates nothing where `stop`, on the device, is true."""
     try:

@@ -27,7 +27,7 @@ from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
@@ -61,7 +61,6 @@ class ClipGroup:
         others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
             inf; the 2-norm, where they are of another order; those of each gradient.
         is_recorded: a recorder takes the 2-norm of each gradient.
-        finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
@@ -73,7 +72,6 @@ class ClipGroup:
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
     is_recorded: bool = False
-    finite: Tensor | None = None
     bound_rule: BoundRule | None = None
 
     @property
@@ -105,16 +103,6 @@ class ClipGroup:
             self.norms = norms
         if not of_rule or (self.is_recorded and norm.order == 2.0 and norm.each):
             self.others[norm._replace(by=None)] = norms
-
-    def measure_finite_(self) -> None:
-        """Measures which gradients are finite, those of this process alone."""
-        gradients = self.gradients
-        if gradients.plan is None:
-            return
-        if gradients.tensors:
-            self.finite = measure(gradients, math.inf, per_gradient=True).norm() < math.inf
-        else:
-            self.finite = torch.ones(0, dtype=torch.bool, device=gradients.device)
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""

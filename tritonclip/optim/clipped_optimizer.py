@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine.misuse import IN_VAIN
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
-from tritonclip.monitor.stats import SKIPPED, TAKEN, ClipStats, Flag, Verdict, either, unless
+from tritonclip.monitor.stats import SKIPPED, TAKEN, ClipStats, Flag, Verdict, either
 from tritonclip.optim.amp import (
     ScalerSide,
     ScalerState,
-    has_momentum,
     step_unless,
     takes_found_inf,
 )
@@ -97,12 +95,8 @@ class ClippedOptimizer(ScalerSide):
             - "skip": parameters, optimizer state and step counts stay as they are. A wrapped
               optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
               decides on an accelerator. With any other, every step waits for the accelerator.
-            - "async_error": as "error", and no step waits for a device where "skip" does not: the
-              update of the step is left out there, and so are all updates until the error is
-              raised, eight steps later and in the same step on every process. It names the
-              gradients, and the finite ones next to them. See :meth:`synchronize`.
 
-            The last three check all gradients, including those that are not clipped. A step that a
+            The last two check all gradients, including those that are not clipped. A step that a
             GradScaler skips because of an overflow raises no error.
         skip_above: skips a step, as "skip" does, if the 2-norm of all clipped gradients, before
             clipping, is larger: a number, or :class:`Outlier` for a limit that follows the norms of
@@ -139,7 +133,7 @@ class ClippedOptimizer(ScalerSide):
 
         Under a GradScaler, gradients are unscaled before they are clipped, with or without a call
         of `unscale_`: docs/mixed_precision.md. With a closure, gradients are clipped after each
-        evaluation; "skip", "error" and "async_error" evaluate it before the wrapped optimizer does.
+        evaluation; "skip" and "error" evaluate it before the wrapped optimizer does.
 
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
@@ -227,9 +221,7 @@ class ClippedOptimizer(ScalerSide):
 
     @nonfinite.setter
     def nonfinite(self, nonfinite: str) -> None:
-        policy = policy_of(nonfinite)
-        self.synchronize()
-        self._policy = policy
+        self._policy = policy_of(nonfinite)
 
     @property
     def skip_above(self) -> float | Outlier | None:
@@ -301,10 +293,9 @@ class ClippedOptimizer(ScalerSide):
             without a closure.
 
         Raises:
-            RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier
-                step with "async_error"; a closure that the wrapped optimizer does not evaluate; a
-                closure or a `grad_scale` under a GradScaler that hands over its own, as torch's
-                does to a fused optimizer.
+            RuntimeError: gradients that are not finite, with nonfinite="error"; a closure that
+                the wrapped optimizer does not evaluate; a closure or a `grad_scale` under a
+                GradScaler that hands over its own, as torch's does to a fused optimizer.
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
             TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.
@@ -385,7 +376,6 @@ class ClippedOptimizer(ScalerSide):
             _, taken = self._step(grad_scale=grad_scale)
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
-        self.synchronize()
         step = measure()
         if bool(step.is_unwanted()):
             step.verdict = SKIPPED
@@ -407,7 +397,7 @@ class ClippedOptimizer(ScalerSide):
             step = self._begin(grad_scale)
         verdict = step.verdict
         if verdict.left_out is not True and not step.is_clipped:
-            if self._policy.raises and verdict.error is False and not verdict.left_out:
+            if self._policy.raises and not verdict.left_out:
                 step.raise_if_nonfinite()
             self._unfinished = step
             step.clip_()
@@ -433,62 +423,19 @@ class ClippedOptimizer(ScalerSide):
             self._unfinished = None
         overflow = scaler.overflow if has_scaler else False
         step.verdict = TAKEN
-        if overflow is not False or skip is not False or self._policy.is_late:
-            step.verdict = self._judge(step, overflow, skip)
+        if overflow is not False or skip is not False:
+            step.verdict = self._judge(overflow, skip)
         return step
 
-    def _judge(self, step: Step, overflow: Flag, skip: Flag) -> Verdict:
+    def _judge(self, overflow: Flag, skip: Flag) -> Verdict:
         """The verdict on a measured step; waits for the device where it cannot decide."""
         if skip is True:
             # An overflow is the GradScaler's.
             overflow, skip = (overflow, False) if overflow else (False, True)
         verdict = Verdict(either(overflow, skip), overflow, skip)
-        if verdict.left_out is True:
-            return verdict
-        errors = self._log.errors
-        nonfinite = step.nonfinite() if step.by_gradient else False
-        if isinstance(nonfinite, Tensor):
-            error = errors.judge(nonfinite, verdict.left_out)
-            # The steps before the error are not counted.
-            skip = unless(skip, error)
-            return Verdict(either(verdict.left_out, error), overflow, skip, error)
-        if errors.arriving:
-            self.synchronize()
-        if verdict.left_out is not False and not self._decides_on_device():
+        if isinstance(verdict.left_out, Tensor) and not self._decides_on_device():
             return verdict.read()
         return verdict
-
-    def _raises_later(self) -> bool:
-        """Whether the error of a step that is not finite waits for no device."""
-        return (
-            self._policy.is_late
-            and not choose.host_decides(self._grouping.device)
-            and self._decides_on_device()
-            and not (self._grouping.processes is not None and has_momentum(self.optimizer))
-        )
-
-    def synchronize(self) -> None:
-        """Raises the error of a step that nonfinite="async_error" left out, if it is still to come.
-
-        Waits for the device. Call it after the last step, in every process that takes steps.
-        Setting `nonfinite` calls it. With other policies it does nothing.
-
-        Raises:
-            RuntimeError: a step was not finite.
-
-        Example:
-            >>> weight = torch.nn.Parameter(torch.ones(2))
-            >>> optimizer = ClippedOptimizer(
-            ...     torch.optim.AdamW([weight], fused=True), 1.0, nonfinite="async_error"
-            ... )
-            >>> weight.sum().backward()
-            >>> optimizer.step()
-            >>> optimizer.synchronize()
-
-        References:
-            `torch.cuda.synchronize`, which raises the errors of kernels that nobody waited for.
-        """
-        self._log.synchronize()
 
     def _measure(
         self,
@@ -507,10 +454,9 @@ class ClippedOptimizer(ScalerSide):
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._scaler.found_inf
         check_finite = check_finite or policy.checks
-        by_gradient = policy.is_late and self._raises_later()
         takes_each = recorder is not None and recorder.each and grouping.processes is None
         clip_groups = grouping.divide(
-            covers_all=check_finite or grad_scale is not None, each=by_gradient or takes_each
+            covers_all=check_finite or grad_scale is not None, each=takes_each
         )
         record = None
         if recorder is not None:
@@ -526,7 +472,6 @@ class ClippedOptimizer(ScalerSide):
             is_scaled=grad_scale is not None,
             max_consecutive_skips=self._log.watch.most,
             check_finite=check_finite,
-            by_gradient=by_gradient,
         )
         step.measure(refusal, grouping.processes, overflow=overflow)
         return step
@@ -607,7 +552,7 @@ class ClippedOptimizer(ScalerSide):
 
     def __getstate__(self) -> dict[str, Any]:
         states = self._log.states.copy(self.optimizer.param_groups)
-        states.steps = self._log.n_steps()
+        states.steps = self._log.states.steps
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,

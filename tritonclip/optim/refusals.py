@@ -16,9 +16,9 @@ from tritonclip.engine.checks import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError, are_apart, find_overlap, memory_of
 from tritonclip.optim.clip_groups import ClipGroup
-from tritonclip.optim.param_groups import Groups, label_of_member
+from tritonclip.optim.param_groups import Groups
 
-StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
+StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
     "or set nonfinite to 'propagate', 'zero' or 'skip'"
@@ -34,7 +34,6 @@ class Policy(NamedTuple):
         zeroes: the gradients that share a rule become 0.
         skips: the step is left out, and counted as skipped.
         raises: RuntimeError names the gradients.
-        is_late: the error comes some steps later, where no step waits for the device.
     """
 
     name: str
@@ -42,13 +41,11 @@ class Policy(NamedTuple):
     zeroes: bool = False
     skips: bool = False
     raises: bool = False
-    is_late: bool = False
 
 
 _POLICIES = (
     Policy("propagate"),
     Policy("error", checks=True, raises=True),
-    Policy("async_error", checks=True, raises=True, is_late=True),
     Policy("zero", zeroes=True),
     Policy("skip", checks=True, skips=True),
 )
@@ -59,10 +56,7 @@ def policy_of(nonfinite: object) -> Policy:
     for policy in _POLICIES:
         if policy.name == nonfinite:
             return policy
-    raise ValueError(
-        "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
-        f"{nonfinite!r}"
-    )
+    raise ValueError(f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}")
 
 
 def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
@@ -116,26 +110,3 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
         "Every gradient is finite, but divided by the loss scale the largest does not fit its "
         f"dtype. {remedy}"
     )
-
-
-def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_groups: Groups) -> str:
-    """Names the finite gradients next to those that are not, which bracket a layer; or ""."""
-    places: dict[str, int] = {}
-    for index, group in enumerate(param_groups):
-        for position in range(len(group["params"])):
-            places.setdefault(label_of_member(param_groups, index, position), len(places))
-    flags = {
-        gradients.label(i): is_finite
-        for gradients, finite in found
-        for i, is_finite in enumerate(finite)
-    }
-    # Names of FlatGradients may be others; they are in order.
-    names = sorted(flags, key=lambda name: places.get(name, 0))
-    bad = [at for at, name in enumerate(names) if not flags[name]]
-    if not bad:
-        return ""
-    nearest = [f"{name} before them" for name in names[: bad[0]][-1:]]
-    nearest += [f"{name} after them" for name in names[bad[-1] + 1 :][:1]]
-    if not nearest:
-        return "; no other is finite" if len(bad) < len(names) else ""
-    return f"; the nearest finite ones in the order of the parameters: {', '.join(nearest)}"

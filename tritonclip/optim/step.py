@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import inf, isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from tritonclip.distributed.agreement import (
 from tritonclip.distributed.gradients import ShardedGradients
 from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
-from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
@@ -51,13 +50,12 @@ from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import (
     NONFINITE_REMEDY,
     Policy,
-    nearest_finite,
     refuse,
     refuse_nonfinite,
 )
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import ParameterNames, StepRecord
-from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
+from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
@@ -74,7 +72,6 @@ class Step:
         max_consecutive_skips: the number at which the optimizer raises; None for no limit.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
-        by_gradient: which gradients are finite is measured, for an error some steps later.
         follows: a rule has a limit that changes from step to step.
         outlier: the result of the test for outliers, where there is one.
         verdict: whether the step is left out.
@@ -91,7 +88,6 @@ class Step:
     is_scaled: bool
     max_consecutive_skips: int | None
     check_finite: bool
-    by_gradient: bool
     follows: bool = False
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
@@ -139,8 +135,6 @@ class Step:
             group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
             if group.is_recorded:
                 group.keep(rule.norm, group.norms, of_rule=True)
-        if self.by_gradient:
-            group.measure_finite_()
         if record is not None:
             if group.is_recorded:
                 measure_requests(recorded_requests(group), self.grad_scale)
@@ -158,13 +152,10 @@ class Step:
             error = refusal or _error_of([*groups, *recorded])
             self._verify_agreement(needed, error, processes)
         measure_requests(needed, self.grad_scale)
-        if self.by_gradient:
-            for group in groups:
-                group.measure_finite_()
         refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
             # Other processes may be in this call, and wait for names of gradients.
-            if self.policy.raises and not self.by_gradient and not overflow:
+            if self.policy.raises and not overflow:
                 with suppress(RuntimeError):
                     self.raise_if_nonfinite()
             raise refusal
@@ -311,19 +302,8 @@ class Step:
     @without_grad
     def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
-        if not bool(self.nonfinite()):
-            return
-        try:
+        if bool(self.nonfinite()):
             refuse_nonfinite(self.clip_groups, remedy)
-        except RuntimeError as error:
-            if not self.policy.is_late:
-                raise
-            found = []
-            for group in self.clip_groups:
-                bad = nonfinite_indices(group.gradients)
-                n = len(group.gradients.tensors)
-                found.append((group.gradients, [i not in bad for i in range(n)]))
-            raise RuntimeError(f"{error}{nearest_finite(found, self.param_groups)}") from None
 
     def clip_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
@@ -457,7 +437,6 @@ class StepLog:
     def __init__(self, grouping: Grouping, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = ClipStats(grouping.device), states, watch
         self._grouping = grouping
-        self.errors = ErrorWatch()
         self.recorder: Recorder | None = None
         self.names = ParameterNames()
 
@@ -467,46 +446,23 @@ class StepLog:
         """Adds a step by its verdict: the norm of an outlier is remembered, not of an overflow."""
         verdict = step.verdict
         self.states.steps += 1
-        found = None
-        if isinstance(verdict.error, Tensor):
-            # First: whatever raises below, the step is known to be left out.
-            found = self.errors.add(self.states.steps - 1, verdict.error, step.clip_groups)
         if step.follows:
             for group in step.clip_groups:
                 if group.bound_rule is not None:
                     group.bound_rule.commit(verdict.left_out)
         if step.outlier is not None:
-            step.outlier.commit(either(verdict.overflow, verdict.error))
+            step.outlier.commit(verdict.overflow)
         self.stats.record_(step.outcomes, verdict, follows=step.follows)
         if self.recorder is not None and step.record is not None:
             loss = self.states.outliers.loss
             step.record.add_to(self.recorder, step.outcomes, verdict.left_out, loss)
         if verdict.skip is not False:
             self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
-        if found is not None:
-            self._raise(found)
-
-    def synchronize(self) -> None:
-        """Raises the error of a step that the device has left out; waits for the device."""
-        found = self.errors.wait()
-        if found is not None:
-            self._raise(found)
-
-    def _raise(self, found: WatchedStep) -> NoReturn:
-        """Raises the error of a step, and goes on from the state before it."""
-        error = found.error(self.states.steps - found.step - 1, self._grouping.groups)
-        self.states.steps = found.step
-        self.errors.forget()
-        raise error
-
-    def n_steps(self) -> int:
-        """The steps before the first that will raise; waits for the device if any may."""
-        return self.states.steps - self.errors.n_left_out()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapper's own part of a checkpoint, for all rules of the program."""
         saved: dict[str, Any] = self.stats.state_dict()
-        saved["calls"] = torch.tensor(self.n_steps(), device="cpu")
+        saved["calls"] = torch.tensor(self.states.steps, device="cpu")
         # Rules that no step could take are no reason not to save.
         rules = self._grouping.rules(anew=False)
         states = self.states.state_dict(self._grouping.groups, rules)
@@ -546,6 +502,5 @@ class StepLog:
         self.states = states
         states.resume(self._grouping.groups)
         self.watch.forget()
-        self.errors.forget()
         if self.recorder is not None and recorded is not None:
             self.recorder.load_state_dict(recorded)
