@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,19 +126,6 @@ def step_on(
     grads = give_grads(params, seed, **options)
     optimizer.step()
     return grads
-
-
-def interrupted_step(
-    monkeypatch: pytest.MonkeyPatch,
-    optimizer: ClippedOptimizer,
-    target: object = None,
-    name: str = "step",
-) -> None:
-    """Begins a step that Ctrl-C ends at a call of the target, or before the update."""
-    with monkeypatch.context() as patch:
-        patch.setattr(target or optimizer.optimizer, name, Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
 
 
 def closure_of(params: list[Tensor], optimizer: ClippedOptimizer, factors: list[float]) -> Any:

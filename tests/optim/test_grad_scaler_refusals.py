@@ -19,9 +19,8 @@ from helpers.loss_scale import (
     scaled_step,
     weight_under,
 )
-from helpers.training import SCALERS, give_grads, new_params, unchanged, wrapped
+from helpers.training import SCALERS, new_params, unchanged, wrapped
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
-from tritonclip.optim.clip_groups import ClipGroup
 
 
 def test_scaler_refuses_a_second_step_before_update(scaler, make):
@@ -165,109 +164,42 @@ def interrupt_a_step(scaler, optimizer):
     interrupt(partial(scaler.step, optimizer), optimizer.optimizer)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_gradients_that_a_failed_step_divided_are_refused_until_zero_grad(scaler_type, fused):
+    """Torch's scaler divides those of an optimizer that is not fused, and remembers it."""
     weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
     interrupt_a_step(scaler, optimizer)
+    if scaler_type is tritonclip.GradScaler or fused:
+        for step in (partial(scaler.step, optimizer), optimizer.step):
+            error = pytest.raises(RuntimeError, match=r"divided .* by the loss scale; .* zero_grad")
+            with error, unchanged([weight], grads=True):
+                step()
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
     scaler.step(optimizer)
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-
-
-def test_gradients_that_torchs_scaler_divides_again_are_refused():
-    """It does not ask before; the wrapper knows that it divided them itself."""
-    weight, optimizer, scaler = weight_under(torch.amp.GradScaler, fused=True)
-    interrupt_a_step(scaler, optimizer)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_ .* divided them again.* zero_grad and"):
-        scaler.step(optimizer)
-    assert not weight.any()
-    optimizer.zero_grad()
-    weight.grad = torch.tensor([3.0, 4.0])
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_unscale_after_a_step_that_raised_is_refused(fused):
-    """The step has divided and clipped, and another one goes on."""
-    weight, optimizer, scaler = weight_under(tritonclip.GradScaler, fused=fused)
-    interrupt_a_step(scaler, optimizer)
-    # A scaler that has unscaled refuses by itself until then.
-    scaler.update()
-    before = grad_of(weight).clone()
-    with pytest.raises(RuntimeError, match=r"divided .* another step"):
-        scaler.unscale_(optimizer)
-    assert torch.equal(grad_of(weight), before)
-    optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
-def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type, flat):
-    weight, optimizer, scaler = weight_under(scaler_type, fused=True)
+def test_step_under_a_loss_scale_after_one_that_raised(flat):
+    """Nothing is refused where the failed step had not divided yet, nor after it updated."""
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
     optimizer.flat = FlatGradients([weight]) if flat else None
-
-    interrupt_a_step(scaler, optimizer)
-    weight.grad = None if not flat else grad_of(weight).zero_()
-    scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
-    scaler.unscale_(optimizer)
-    torch.testing.assert_close(grad_of(weight), torch.tensor([30.0, 40.0]))
-    scaler.step(optimizer)
+    step = partial(optimizer.step, grad_scale=1024.0)
+    interrupt(step, optimizer)
+    step()
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-
-
-def interrupted_under_a_scale(optimizer, scale, *, clipped):
-    """Begins a step under a loss scale that ends before or after it clips."""
-    where = optimizer.optimizer if clipped else optimizer
-    interrupt(partial(optimizer.step, grad_scale=scale), where)
-
-
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_step_under_a_loss_scale_can_be_repeated(fused, clipped):
-    weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=fused)
-    interrupted_under_a_scale(optimizer, 1024.0, clipped=clipped)
-    optimizer.step(grad_scale=torch.tensor(1024.0))
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-    assert optimizer.stats.last_norm == 5.0
-
-
-def test_step_under_another_loss_scale_is_refused_for_gradients_that_were_divided():
-    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
-    interrupted_under_a_scale(optimizer, 1024.0, clipped=True)
-    left = grad_of(weight).clone()
-    with pytest.raises(RuntimeError, match=r"scale 1024, got grad_scale=512; .* call zero_grad"):
-        optimizer.step(grad_scale=512.0)
-    assert torch.equal(grad_of(weight), left)
-    assert not weight.any()
-    optimizer.step(grad_scale=1024.0)
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
-
-
-def test_step_under_another_loss_scale_divides_gradients_that_were_not():
-    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
-    interrupted_under_a_scale(optimizer, 1024.0, clipped=False)
-    optimizer.step(grad_scale=8192.0)
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.375, -0.5]))
-
-
-def test_refused_loss_scale_leaves_a_step_that_was_interrupted_within_to_be_refused(monkeypatch):
-    """The first of two parameter groups was clipped, and must not be clipped again."""
-    params = new_params()
-    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": 0.5}]
-    optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 0.5)
-    give_grads(params)
-    write = ClipGroup.clip_
-
-    def write_and_fail(*args, **kwargs):
-        write(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ClipGroup, "clip_", write_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    with pytest.raises(TypeError, match="grad_scale must be a number"):
-        optimizer.step(grad_scale="8")
-    with pytest.raises(RuntimeError, match="call zero_grad and backward"):
+    interrupt(step, optimizer.optimizer)
+    with pytest.raises(RuntimeError, match="call zero_grad"):
         optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_step_after_one_that_raised_without_a_loss_scale_clips_again():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    weight.grad = torch.tensor([30.0, 40.0])
+    interrupt(optimizer.step, optimizer.optimizer)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+    assert int(optimizer.stats.steps) == 1

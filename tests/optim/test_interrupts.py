@@ -1,8 +1,9 @@
 """A step that is interrupted before any of its bytecodes, and the steps that follow.
 
-Parameters and state are those of before or of after the step, and the next step is right: that of a
-run without interruption, bit for bit. Interrupted is the code of the wrapper and of GradScaler, not
-that of the wrapped optimizer.
+Parameters and state are those of before or of after the step, and the next step with new gradients
+is right: that of a run without interruption, bit for bit. The same gradients are refused where a
+loss scale may have been divided out of them, and else clipped once more. Interrupted is the code of
+the wrapper and of GradScaler, not that of the wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_step_interrupted_anywhere_leaves_before_or_after(scaler, options):
     run.whole(3)
     finished = run.values()
 
-    n_refused = n = 0
+    n_again = n_refused = n = 0
     ended = False
     while not ended:
         n += 1
@@ -122,24 +123,23 @@ def test_step_interrupted_anywhere_leaves_before_or_after(scaler, options):
         assert updated or _equal(run.values(), before), n
         # In turn: the same step once more, or the next one at once.
         if n % 2 and not updated:
-            n_refused += _step_again(run)
-            assert _equal(run.values(), after), n
+            n_again += 1
+            refusal = ""
+            try:
+                run.step()
+            except RuntimeError as error:
+                refusal = str(error)
+            if refusal:
+                assert "divided these gradients by the loss scale" in refusal
+                n_refused += 1
+                run.whole(2)
+            if run.scaler:
+                assert _equal(run.values(), after), n
+            else:
+                # A second clip divides a norm at the limit, 0.25 or 0.5, by itself plus 1e-6.
+                torch.testing.assert_close(run.values(), after, rtol=1e-5, atol=1e-7)
         else:
             run.whole(3)
             assert _equal(run.values(), finished if updated else without), n
     assert n > 150
-    # Only where gradients may be written in part.
-    assert n_refused < n / 8
-
-
-def _step_again(run: Run) -> bool:
-    """Takes the interrupted step once more; whether that asked for new gradients."""
-    refusal = ""
-    try:
-        run.step()
-    except RuntimeError as error:
-        refusal = str(error)
-    if refusal:
-        assert "call zero_grad and backward" in refusal
-        run.whole(2)
-    return bool(refusal)
+    assert 0 < n_refused < n_again if run.scaler else n_refused == 0 < n_again

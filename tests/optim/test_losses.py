@@ -18,14 +18,12 @@ from helpers.loss_scale import scaled_step
 from helpers.training import (
     PLAIN_AND_FUSED,
     give_grads,
-    interrupted_step,
     sgd,
     unchanged,
     wrapped,
 )
 from tritonclip import ClippedOptimizer, Outlier
 from tritonclip.monitor.history import read
-from tritonclip.optim import outliers
 
 ABOVE = Outlier(4.0, 8)
 
@@ -211,20 +209,3 @@ def test_a_loss_is_that_of_the_moment_when_it_was_set():
     optimizer.loss = running
     running.zero_()
     assert float(optimizer.loss) == 3.0
-
-
-def test_a_repeated_step_sends_its_loss_once(monkeypatch):
-    sent: list[float] = []
-
-    def mean_of_all(loss, device):
-        sent.append(loss)
-        return float(loss)
-
-    monkeypatch.setattr(outliers, "mean_of_all", mean_of_all)
-    params, optimizer = filled()
-    give_grads(params, 1)
-    optimizer.loss, sent[:] = 1.0, []
-    interrupted_step(monkeypatch, optimizer)
-    optimizer.step()
-    assert sent == [1.0]
-    assert optimizer.loss is None

@@ -17,7 +17,6 @@ from helpers.cases import grad_of
 from helpers.loss_scale import scaled_step
 from helpers.training import (
     give_grads,
-    interrupted_step,
     new_params,
     sgd,
     step_on,
@@ -194,16 +193,3 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
     folder.mkdir()
     recorder.close()
     assert len(rows_of(folder / "run.csv")) == 2
-
-
-def test_a_step_that_is_repeated_is_a_row_of_the_recorder_that_is_there_then(tmp_path, monkeypatch):
-    with tritonclip.record(tmp_path / "1.csv", each=True) as recorder:
-        params, optimizer = wrapped(sgd, recorder=recorder)
-        give_grads(params)
-        interrupted_step(monkeypatch, optimizer)
-    with tritonclip.record(tmp_path / "2.csv", each=True) as other:
-        optimizer.recorder = other
-        optimizer.step()
-    (row,) = rows_of(tmp_path / "2.csv")
-    assert float(row["norm"]) == pytest.approx(float(optimizer.stats.last_norm), rel=1e-6)
-    assert sum(name.startswith("norm/") for name in row) == len(params)

@@ -16,7 +16,6 @@ from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Flag
-from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.step import Step, StepLog
 from tritonclip.optim.wrapping import OptimizerProxy
 from tritonclip.rules.arguments import as_grad_scale
@@ -30,7 +29,6 @@ class ScalerState:
         found_inf: whether gradients overflow, 0-d; False where it is known that none does; None
             outside of the step of a GradScaler.
         is_begun: a GradScaler has begun a step, and hands over both.
-        resumes: whether the step of a GradScaler goes on where a failed step ended.
         on_device: in a step of our GradScaler, whether the device decides to leave it out; else
             None.
         measured: the step to come, where the scaler had its overflow measured.
@@ -44,10 +42,10 @@ class ScalerState:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what a scaler hands over for one step; it takes it back only from a success."""
+        """Forgets what a scaler hands over for one step."""
         self.grad_scale: Any = None
         self.found_inf: Any = None
-        self.is_begun = self.resumes = False
+        self.is_begun = False
 
     @property
     def overflow(self) -> Flag:
@@ -86,12 +84,8 @@ class ScalerSide(OptimizerProxy):
 
     _scaler: ScalerState
     _log: StepLog
-    _grouping: Grouping
-    # A step that failed after it wrote a gradient.
-    _unfinished: Step | None
     _begin_without_grad: Callable[[Tensor | None], Step]
     _measure: Callable[..., Step]
-    _end_failed: Callable[[BaseException], None]
 
     @property
     def grad_scale(self) -> Any:
@@ -136,9 +130,6 @@ class ScalerSide(OptimizerProxy):
         scaler.measured = None
         scaler.refuse_set_by_hand()
         scaler.clear()
-        if self._unfinished is not None:
-            # Before it writes to the gradients.
-            scaler.resumes = self._unfinished.resumes(self._grouping.present())
         scaler.is_begun = takes_scaling(self.optimizer)
         return scaler.is_begun if scaler.on_device is None else scaler.on_device
 
@@ -158,9 +149,6 @@ class ScalerSide(OptimizerProxy):
                     return None
                 scaler.found_inf = False
             return self.step(*args, **kwargs)
-        except BaseException as error:
-            self._end_failed(error)
-            raise
         finally:
             scaler.begun = None
             scaler.clear()

@@ -170,12 +170,6 @@ class Grouping:
         by_index = (rules_of(self.groups) if anew else self._own_rules).items()
         return {key_of(None): self.rule, **{key_of(i): rule for i, rule in by_index if rule}}
 
-    def present(self) -> list[Tensor]:
-        """The gradients that are there, and the buffers that hold them."""
-        grads = [p.grad for group in self.groups for p in group["params"]]
-        buffers = () if self.flat is None else self.flat.buffers
-        return [*(grad for grad in grads if grad is not None), *buffers]
-
     def is_without_grads(self) -> bool:
         """Whether no gradient is there, and no other process waits for the norm of its own."""
         parameters = [p for group in self.groups for p in group["params"]]

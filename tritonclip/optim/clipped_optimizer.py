@@ -15,7 +15,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
-from tritonclip.monitor.stats import SKIPPED, TAKEN, ClipStats, Flag, Verdict, either
+from tritonclip.monitor.stats import SKIPPED, ClipStats, Flag, Verdict, either
 from tritonclip.optim.amp import (
     ScalerSide,
     ScalerState,
@@ -56,6 +56,11 @@ from tritonclip.rules import Outlier, Rule, as_rule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+_DIVIDED = (
+    "the step before ended with an error, and may have divided these gradients by the loss scale; "
+    "expected new ones: call zero_grad() of the ClippedOptimizer, then backward()"
+)
 
 
 class ClippedOptimizer(ScalerSide):
@@ -140,9 +145,8 @@ class ClippedOptimizer(ScalerSide):
         that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
         docs/optimizer.md has more on all of these.
 
-        A step that raises before it updates parameters, for example by Ctrl-C, can be repeated: the
-        next step does not divide or clip the same gradients again. If some of them were written and
-        others not, it raises RuntimeError, and new gradients are needed.
+        After a step that raised, for example by Ctrl-C, the next one begins anew. If the failed one
+        may have divided the gradients by a loss scale, steps raise RuntimeError until `zero_grad`.
 
     References:
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
@@ -178,8 +182,8 @@ class ClippedOptimizer(ScalerSide):
             check_group(number, group, options_of(optimizer))
         self.flat = flat
         self._scaler = ScalerState()
-        # From the first gradient that a step writes, until it has updated the parameters.
-        self._unfinished: Step | None = None
+        # A step began to divide gradients by a loss scale, and has not updated the parameters.
+        self._is_divided = False
         # Steps without a gradient so far; None once one was found, and where that was warned of.
         self._n_without_gradient: int | None = 0
         mark_(groups)
@@ -286,7 +290,6 @@ class ClippedOptimizer(ScalerSide):
                 clipped after each evaluation.
             grad_scale: a loss scale that the gradients of this step carry, those of every
                 evaluation, as for :func:`clip_`. Not under a GradScaler, which hands over its own.
-                A step that is repeated after an interrupt needs it again.
 
         Returns:
             The result of the wrapped optimizer, which is the loss of the first evaluation, and None
@@ -317,8 +320,9 @@ class ClippedOptimizer(ScalerSide):
                     after(self, args, kwargs)
             self._log.states.outliers.loss = None
             return result
-        except BaseException as error:
-            self._end_failed(error)
+        except BaseException:
+            # It takes back only from a success what it hands over.
+            self._scaler.clear()
             raise
         finally:
             self._guard.open = False
@@ -354,7 +358,7 @@ class ClippedOptimizer(ScalerSide):
             result = step_unless(self.optimizer, left_out)
         else:
             result = self.optimizer.step()
-        self._unfinished = None
+        self._is_divided = False
         if self._n_without_gradient is not None:
             self._look_for_gradients(self._n_without_gradient + 1)
         # By an idle step, torch.distributed.checkpoint makes the state of an optimizer without any.
@@ -365,7 +369,6 @@ class ClippedOptimizer(ScalerSide):
     def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
         """As `_step`, of gradients that a closure computes."""
         measure = partial(self._measure_without_grad, grad_scale)
-        self._unfinished = None
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if not self._policy.checks and self.skip_above is None:
@@ -396,33 +399,23 @@ class ClippedOptimizer(ScalerSide):
         if step is None:
             step = self._begin(grad_scale)
         verdict = step.verdict
-        if verdict.left_out is not True and not step.is_clipped:
+        if verdict.left_out is not True:
             if self._policy.raises and not verdict.left_out:
                 step.raise_if_nonfinite()
-            self._unfinished = step
+            self._is_divided = step.is_scaled
             step.clip_()
         return step
 
     def _begin(self, grad_scale: Tensor | float | None) -> Step:
         """A step that is measured and judged; nothing is written yet."""
-        scaler, unfinished = self._scaler, self._unfinished
+        scaler = self._scaler
         step, scaler.measured = scaler.measured, None
-        has_scaler = scaler.found_inf is not None
-        if unfinished is not None and (
-            (scaler.resumes and has_scaler) or unfinished.resumes(self._grouping.present())
-        ):
-            unfinished.refuse_other_scale(grad_scale, scaler=has_scaler)
-            unfinished.remember_in(self._log.states)
-            step, skip = unfinished, unfinished.verdict.skip
-        else:
-            # What a GradScaler had measured carries its scale.
-            if step is None or grad_scale is None:
-                step = self._measure(grad_scale)
-            may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
-            skip = step.is_unwanted() if may_skip else False
-            self._unfinished = None
-        overflow = scaler.overflow if has_scaler else False
-        step.verdict = TAKEN
+        # What a GradScaler had measured carries its scale.
+        if step is None or grad_scale is None:
+            step = self._measure(grad_scale)
+        may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
+        skip = step.is_unwanted() if may_skip else False
+        overflow = False if scaler.found_inf is None else scaler.overflow
         if overflow is not False or skip is not False:
             step.verdict = self._judge(overflow, skip)
         return step
@@ -450,6 +443,8 @@ class ClippedOptimizer(ScalerSide):
         device = grouping.device
         if device != self._log.stats.last_norm.device:
             self.stats.move_(device)
+        if self._is_divided:
+            refusal = refusal or RuntimeError(_DIVIDED)
         refusal = refusal or grouping.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._scaler.found_inf
@@ -480,17 +475,11 @@ class ClippedOptimizer(ScalerSide):
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
     _begin_without_grad = torch.compiler.disable(without_grad(_begin))
 
-    def _end_failed(self, error: BaseException) -> None:
-        """Ends a step that raises: keeps it for the next one, if it may have written anything."""
-        if self._unfinished is not None and not self._unfinished.note_failure(error):
-            self._unfinished = None
-        self._scaler.clear()
-
     @torch.compiler.disable
     def _look_for_gradients(self, n_steps: int) -> None:
         """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        found = bool(self._grouping.present())
+        found = any(p.grad is not None for group in self.param_groups for p in group["params"])
         self._n_without_gradient = None if found or n_steps == IN_VAIN else n_steps
         if n_steps == IN_VAIN and n_parameters and not found:
             warn_user(
@@ -525,7 +514,7 @@ class ClippedOptimizer(ScalerSide):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
-        self._unfinished = None
+        self._is_divided = False
         if self.flat is None:
             super().zero_grad(set_to_none)
         else:

@@ -55,13 +55,10 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a second call before `update`.
         """
         _refuse_inner(optimizer)
-        if isinstance(optimizer, ClippedOptimizer):
-            if optimizer._scaler.on_device is not None:
-                # Called by `step`.
-                self._check_inf_per_device(optimizer)
-                return
-            if optimizer._unfinished is not None:
-                optimizer._unfinished.refuse_unscaling(optimizer._grouping.present())
+        if isinstance(optimizer, ClippedOptimizer) and optimizer._scaler.on_device is not None:
+            # Called by `step`.
+            self._check_inf_per_device(optimizer)
+            return
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

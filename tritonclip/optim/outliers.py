@@ -24,15 +24,8 @@ OWNERS = OUTLIERS, LOSSES = "outliers", "losses"
 
 
 class Judgement(NamedTuple):
-    """Whether a step is an outlier: norm, loss and flag are numbers, or 0-d on a device.
+    """Whether a step is an outlier; the states of its tests, and their values after this step."""
 
-    Attributes:
-        loss: the mean over all processes; None where none was given.
-        tests: the states of its tests, and their values after this step.
-    """
-
-    norm: float | Tensor
-    loss: float | Tensor | None
     flag: Flag
     tests: Sequence[tuple[ClipState, Values]]
 
@@ -132,16 +125,10 @@ class OutlierTest:
         above = self.skip_above
         return {OUTLIERS: above, LOSSES: _of_losses(above)} if isinstance(above, Outlier) else {}
 
-    def judge(
-        self,
-        norm: float | Tensor,
-        dtype: torch.dtype = torch.float64,
-        *,
-        earlier: Judgement | None = None,
-    ) -> Judgement:
+    def judge(self, norm: float | Tensor, dtype: torch.dtype) -> Judgement:
         """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
 
-        `dtype` is that of a number before it was one; `earlier`, of the same step, has its loss.
+        `dtype` is that of a number before it was one.
         """
         above = self.skip_above
         assert above is not None
@@ -149,17 +136,14 @@ class OutlierTest:
             if isinstance(norm, float) and dtype == torch.float32:
                 # As a tensor of this dtype is compared with a number.
                 above = c_float(above).value
-            return Judgement(norm, None, norm > above, ())
+            return Judgement(norm > above, ())
         flag, test = self._test(OUTLIERS, above, norm)
-        # That of the same step was sent already.
-        mean = None if earlier is None else earlier.loss
-        if earlier is None and self.loss is not None:
-            mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
-        if mean is None:
-            return Judgement(norm, None, flag, (test,))
+        if self.loss is None:
+            return Judgement(flag, (test,))
+        mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
         loss_flag, loss_test = self._test(LOSSES, _of_losses(above), mean)
         # Two numbers, or two tensors.
-        return Judgement(norm, mean, flag | loss_flag, (test, loss_test))
+        return Judgement(flag | loss_flag, (test, loss_test))
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor

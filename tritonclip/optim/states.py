@@ -114,13 +114,6 @@ class RuleStates:
             state = self._states[owner] = ClipState()
         return BoundRule(rule.at(self.steps), state, numbering)
 
-    def take_over(
-        self, group_index: int | None, bound_rule: BoundRule, numbering: Numbering
-    ) -> BoundRule:
-        """The rule of a measured step, bound to the state here, unless that is of another rule."""
-        state = self._states.setdefault(key_of(group_index), ClipState())
-        return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
-
     def state_dict(self, groups: Groups, rules: Mapping[str, Rule] | None = None) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now.
 

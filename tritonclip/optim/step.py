@@ -1,7 +1,7 @@
 """One step of an optimizer, measured, judged, and clipped once; and the log of all steps.
 
 All clip groups are measured before the first gradient is written, so that a step can still be
-refused. A step that fails after that is kept: the next one goes on with the gradients that it left.
+refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from math import inf, isfinite
 from typing import Any
 
@@ -76,7 +75,6 @@ class Step:
         outlier: the result of the test for outliers, where there is one.
         verdict: whether the step is left out.
         outcomes: of clipping.
-        is_clipped: all gradients are written.
     """
 
     clip_groups: list[ClipGroup]
@@ -92,13 +90,8 @@ class Step:
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
     outcomes: Outcomes = field(default_factory=dict)
-    is_clipped: bool = False
     # Clip groups over processes whose limits are asked before the first write.
     _user_limited: Sequence[ClipGroup] = ()
-    # The clip group that is written, or was last.
-    _writing: ClipGroup | None = None
-    # Of a step that failed: its gradients and their versions, and whether the next goes on.
-    _left: Sequence[tuple[Tensor, int]] = ()
 
     def measure(
         self,
@@ -316,14 +309,13 @@ class Step:
         if self._user_limited:
             ask_limits([(group.rule, group.norms) for group in self._user_limited])  # type: ignore[misc]  # bound
         for group in self.clip_groups:
-            self._writing = group
             if not group.unclipped:
                 outcomes[group.index] = group.clip_(
                     self.grad_scale, zero_nonfinite=self.policy.zeroes
                 )
             elif self.is_scaled and group.norms is not None:
                 group.clip_(self.grad_scale, zero_nonfinite=False)
-        self.outcomes, self.is_clipped = outcomes, True
+        self.outcomes = outcomes
         return outcomes
 
     @torch.compiler.disable
@@ -339,76 +331,6 @@ class Step:
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
         return not _has_nonzero(p.grad for p in parameters if p.grad is not None)
-
-    def note_failure(self, error: BaseException) -> bool:
-        """Whether the failed step may have written gradients, which it then knows from others."""
-        is_new = not (self.is_clipped or self._left)
-        is_refusal = isinstance(error, TypeError | ValueError)
-        if is_new and (
-            self._writing is None or (is_refusal and self._writing is self.clip_groups[0])
-        ):
-            # Before a rule wrote anything.
-            return False
-        lists = [group.gradients for group in self.clip_groups]
-        # Gradients, or the buffers that hold them.
-        versioned = chain(*(g.tensors if g.versions is None else g.versions for g in lists))
-        self._left = [(tensor, version_of(tensor)) for tensor in versioned]
-        return True
-
-    def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
-        """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        if self.resumes(present):
-            raise RuntimeError(
-                "the step before ended after it divided or clipped these gradients, and unscale_ "
-                "would divide them again; expected another step, which goes on with them, or new "
-                "gradients: call zero_grad and backward"
-            )
-
-    def resumes(self, present: Iterable[Tensor]) -> bool:
-        """Whether the failed step left these gradients; RuntimeError where only some of them."""
-        here = set(map(id, present))
-        same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
-        whole = self.is_clipped
-        if not any(same) or (whole and not self.is_scaled and not all(same)):
-            return False
-        if whole and all(same):
-            return True
-        raise RuntimeError(
-            "the step before ended while it divided or clipped gradients, and some of them are "
-            "still there as it left them; expected new gradients: call zero_grad and backward"
-        )
-
-    def refuse_other_scale(self, grad_scale: Tensor | float | None, *, scaler: bool) -> None:
-        """RuntimeError where the next step, which goes on, is given another loss scale."""
-        if scaler and grad_scale is None and self.is_scaled:
-            raise RuntimeError(
-                "the step before ended after it divided these gradients by the loss scale, and "
-                "unscale_ of a GradScaler has divided them again; expected another step at once, "
-                "or new gradients: call zero_grad and backward"
-            )
-        if scaler or grad_scale is None:
-            return
-        if float(grad_scale) != float(self.grad_scale):
-            raise RuntimeError(
-                "the step before ended after it divided these gradients by the loss scale "
-                f"{float(self.grad_scale):g}, got grad_scale={float(grad_scale):g}; expected the "
-                "same scale, or new gradients: call zero_grad and backward"
-            )
-
-    @without_grad
-    def remember_in(self, states: RuleStates) -> None:
-        """Has the step remembered by other states, of a checkpoint; its limits stay."""
-        if states is not self.states:
-            self.states = states
-            states.locate(self.param_groups)
-            for group in self.clip_groups:
-                if group.bound_rule is not None:
-                    rows = self._rows_of(group)
-                    group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
-        if self.outlier is not None and states.outliers.skip_above is not None:
-            # The step goes on as it was judged.
-            again = states.outliers.judge(self.outlier.norm, earlier=self.outlier)
-            self.outlier = again._replace(flag=self.outlier.flag)
 
 
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
@@ -453,9 +375,8 @@ class StepLog:
         if step.outlier is not None:
             step.outlier.commit(verdict.overflow)
         self.stats.record_(step.outcomes, verdict, follows=step.follows)
-        if self.recorder is not None and step.record is not None:
-            loss = self.states.outliers.loss
-            step.record.add_to(self.recorder, step.outcomes, verdict.left_out, loss)
+        if step.record is not None:
+            step.record.add(step.outcomes, verdict.left_out, self.states.outliers.loss)
         if verdict.skip is not False:
             self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
 

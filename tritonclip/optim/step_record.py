@@ -202,15 +202,12 @@ class StepRecord:
             return named.numbers_by_name(each.tolist(), 2.0)
         return named.by_name(each, 2.0)
 
-    def add_to(
-        self, recorder: Recorder, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None
-    ) -> None:
+    def add(self, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None) -> None:
         """Records the step."""
+        recorder = self._recorder
         result = None if left_out is True else outcomes.get(None)
         coefficient, limit = (None, None) if result is None else (result.coefficient, result.limit)
         norm, *norms = self._norms
-        if recorder is not self._recorder:
-            recorder.prepare(self._order)
         try:
             recorder.append_([norm, coefficient, limit, left_out, loss, *norms])
         except OSError as error:

@@ -353,7 +353,6 @@ class BoundRule(Rule):
 
     _limit: float | list[float] | Tensor | None = None
     _list: Sequence[Tensor] = ()
-    _measured: Measured | None = None
     _values: Values | None = None
 
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
@@ -363,7 +362,6 @@ class BoundRule(Rule):
         """The limit of the call; the same, however often it is asked for."""
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
-                self._measured = measured
                 self._limit, self._values = self.state.advance(self.rule, measured, self._numbering)
             else:
                 self._limit = self.rule.limit(measured)
@@ -378,13 +376,6 @@ class BoundRule(Rule):
         self._list = parameters if adaptive and self.per_gradient else parameters[:1]
         if parameters:
             self.state.check_list(self._list, len(parameters) if adaptive else None)
-
-    def onto(self, state: ClipState, numbering: Numbering) -> BoundRule:
-        """The same call bound to another state, which has other rows."""
-        moved = BoundRule(self.rule, state, numbering)
-        if self._measured is not None:
-            moved.limit(self._measured)
-        return moved
 
     def commit(self, left_out: bool | Tensor = False) -> None:
         """Makes the state remember this call; one that was left out is only counted."""
