@@ -43,7 +43,7 @@ test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
-CHECKED := tests/rules tests/flat/test_clipping.py tests/test_hints.py \
+CHECKED := tests/rules tests/test_hints.py \
 	$(addprefix tests/clip/test_,by_norm.py gradients.py nonfinite.py refusals.py scale.py value.py) \
 	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py skips.py)
 check: lint types

@@ -28,6 +28,7 @@ import torch
 import tritonclip
 from helpers.cases import INTERPRETED
 from helpers.covering import covering
+from helpers.processes import Worlds
 from helpers.serving import decided_on_device
 from tritonclip.backends.native import NativeBatch, loops
 from tritonclip.backends.operators import TorchBatch
@@ -262,6 +263,14 @@ def unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misuse, "_was_warned", False)
     monkeypatch.setattr(misuse, "calls", 0)
     misuse._in_vain.clear()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Process groups that live until the end of the session, one for each size asked for."""
+    worlds = Worlds()
+    yield worlds
+    worlds.end()
 
 
 @pytest.fixture

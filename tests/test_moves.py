@@ -19,7 +19,6 @@ from tritonclip import (
     ClipByUnitNorm,
     ClippedOptimizer,
     ClipState,
-    FlatGradients,
     Outlier,
 )
 
@@ -88,8 +87,6 @@ KEEPING: dict[str, Any] = {
     "call-unit": by_call(lambda m: ClipByUnitNorm(0.01, exclude=m[1])),
     "number": lambda m: tritonclip.clip_(m, 1.0),
     "by-norm": lambda m: tritonclip.clip_(m.parameters(), ClipByNorm(1.0)),
-    "flat": FlatGradients,
-    "flat-step": lambda m: tritonclip.clip_(FlatGradients(m), 1.0),
     "no-gradient": found_nothing,
     "closure": recorded,
     "clip_on_backward_": lambda m: tritonclip.clip_on_backward_(m, ClipByNorm(1.0)),
@@ -145,30 +142,6 @@ def test_state_follows_a_moved_list(swaps):
         tritonclip.clip_(model, OWN, state=state)
         model.double()
     assert state.steps == 2
-
-
-def test_flat_gradients_are_attached_again_after_a_move(swaps):
-    model = model_of()
-    flat = FlatGradients(model)
-    backward(model)
-    model.double()
-    with pytest.raises(RuntimeError, match=r"no longer a view.*flat\.attach_\(\)"):
-        tritonclip.clip_(flat, 1.0)
-    flat.attach_()
-    assert float(tritonclip.clip_(flat, 0.0)) > 0
-    assert not any(grad_of(p).any() for p in model.parameters())
-    model.zero_grad(set_to_none=False)
-    flat.check()
-
-
-def test_flat_gradients_notice_a_need_clip_that_a_move_lost(swaps):
-    model = model_of()
-    model[0].bias.need_clip = False
-    flat = FlatGradients(model)
-    model.double()
-    flat.attach_()
-    with pytest.raises(RuntimeError, match=r"0\.bias requires a gradient and has no need_clip"):
-        tritonclip.clip_(flat, 1.0)
 
 
 def of_rule(model: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import tritonclip
 from helpers.cases import CHUNK, FLOATS, INTERPRETED, assert_norm, normal, parameters
-from tritonclip import FlatGradients
 from tritonclip.named_norms import GradientStatistics
 
 
@@ -129,13 +128,3 @@ def test_the_loss_scale_divides_magnitudes(device):
     (found,) = tritonclip.statistics_by_name(parameters(grads), grad_scale=scale).values()
     norm, largest, zeros = expected_of([grads[0] / 8])
     assert [*map(float, found)] == pytest.approx([norm, largest, zeros], rel=1e-3)
-
-
-def test_buffers_have_the_statistics_of_their_parameters(device):
-    model = nn.Linear(3, 2).to(device)
-    flat = FlatGradients(model)
-    model(torch.tensor([[1.0, 0.0, 2.0]], device=device)).sum().backward()
-    found = tritonclip.statistics_by_name(flat)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert_statistics(found[name], [parameter.grad])

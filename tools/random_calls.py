@@ -411,14 +411,12 @@ def flatten(choice: random.Random, digest: Digest) -> None:
             return
         grads.fill(digest)
         digest.call(tritonclip.clip_, flat, rule, **options)
-        digest.call(tritonclip.get_total_norm, flat)
         digest.call(lambda: list(flat.buffers))
         grads.add_to(digest)
         if choice.random() < 0.3 and grads.params:
             choice.choice(grads.params).grad = None
             digest.call(tritonclip.clip_, flat, rule)
             digest.call(flat.attach_)
-            digest.call(flat.check)
     digest.call(flat.zero_)
     digest.call(lambda: list(flat.buffers))
 
@@ -435,7 +433,7 @@ STEP_POLICIES = (*POLICIES, "skip", "skip")
 
 
 class Training:
-    """Steps of a random wrapper, with or without a loss scale, closure, recorder, flat buffers."""
+    """Steps of a random wrapper, with or without a loss scale, closure, recorder."""
 
     def __init__(self, choice: random.Random, digest: Digest, folder: str) -> None:
         self.choice, self.digest = choice, digest
@@ -454,8 +452,6 @@ class Training:
             each = choice.random() < 0.5
             self.recorder = digest.call(tritonclip.record, self.path, every=2, each=each)
             self.options["recorder"] = self.recorder
-        if choice.random() < 0.2:
-            self.options["flat"] = digest.call(tritonclip.FlatGradients, self.grads.params)
         self.inner, self.make = choice.choice(INNER), random_rule(choice, follows=True)
         self.grads.spoils = max(self.grads.spoils, choice.choice([0.0, 0.2]))
         self.own = random_rule(choice, follows=True) if choice.random() < 0.3 else None
@@ -507,7 +503,7 @@ class Training:
         digest = self.digest
         optimizer: Any = digest.call(self.build)
         for turn in range(5):
-            if turn == 3 and self.choice.random() < 0.4 and "flat" not in self.options:
+            if turn == 3 and self.choice.random() < 0.4:
                 optimizer = self.resumed(optimizer)
             if optimizer is None:
                 break

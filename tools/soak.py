@@ -31,8 +31,6 @@ from clips import Clip, checked, random_clip, random_rule
 import tritonclip
 from helpers.arena import (
     Arena,
-    FlatArena,
-    FlatOptimizerArena,
     FusedArena,
     OptimizerArena,
     TorchArena,
@@ -48,7 +46,7 @@ from tritonclip.engine.plan_cache import plans
 
 BACKENDS = ("torch", "torch-deferred", *(["triton"] if INTERPRETED else []))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-KINDS = (Arena, Arena, TorchArena, FlatArena, OptimizerArena, FlatOptimizerArena, FusedArena)
+KINDS = (Arena, Arena, TorchArena, OptimizerArena, FusedArena)
 # Seconds after which a call hangs, and rounds after which no more memory should be in use.
 HANG = 300
 WARM_UP = 50
@@ -78,8 +76,7 @@ def random_arena(
     kind = choice.choice(KINDS)
     dtype = choice.choice(FLOATS)
     seed = choice.randrange(10**6)
-    mixed = not issubclass(kind, FlatArena) and choice.random() < 0.3
-    dtypes = [choice.choice(FLOATS) for _ in sizes] if mixed else dtype
+    dtypes = [choice.choice(FLOATS) for _ in sizes] if choice.random() < 0.3 else dtype
     arena = kind(sizes, dtypes, seed=seed)
     if isinstance(arena, OptimizerArena) and choice.random() < 0.3:
         arena.optimizer.skip_above, arena.takes = random_skip_bound(choice, follows=follows)

@@ -15,7 +15,7 @@ from tritonclip.distributed.gradients import ShardedGradients, collect, collect_
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute, misuse
-from tritonclip.engine.arguments import as_list
+from tritonclip.engine.arguments import GradientSource, as_list
 from tritonclip.engine.checks import (
     POLICIES,
     REMEDY,
@@ -24,7 +24,6 @@ from tritonclip.engine.checks import (
     unknown_policy,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
+Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Nonfinite = Literal["propagate", "error", "zero"]
 Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]]
 
@@ -250,12 +249,8 @@ def clip_gradients_(
         processes = check_processes(process_group, copies)
     if are_gradients:
         gradients = _collect_tensors(argument, rule, state, processes)
-    elif isinstance(argument, FlatGradients):
-        gradients = argument.gradients(
-            per_gradient=rule.per_gradient,
-            processes=processes,
-            weights=rule.per_unit or rule.excludes > 0,
-        )
+    elif isinstance(argument, GradientSource):
+        gradients = argument.gradients(rule, state, processes)
     else:
         gradients = collect(argument, processes=processes)
     scale: float | Tensor = 1.0
@@ -265,13 +260,10 @@ def clip_gradients_(
             scale = as_grad_scale(grad_scale)
         if state is not None or rule.excludes:
             members: Sequence[Tensor] = gradients.sources or ()
-            left_out: Sequence[Tensor] = ()
-            if isinstance(argument, FlatGradients):
-                members, left_out = argument.parameters, argument.left_out
             if state is not None:
                 rule = following = follow(rule, state)
             if rule.excludes:
-                refuse_other_model(rule, [*members, *left_out])
+                refuse_other_model(rule, members)
             if following is not None:
                 following.check_list(members)
     except Exception as error:

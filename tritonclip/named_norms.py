@@ -15,7 +15,6 @@ from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.shards import dtensor_class
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
-from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
@@ -46,11 +45,11 @@ def norms_by_name(
         {'weight': tensor(5.), 'bias': tensor(1.)}
 
     Args:
-        parameters: a module, (name, parameter) pairs, tensors, or :class:`FlatGradients`, as for
-            :func:`clip_`. Those with `need_clip = False` are left out, as are those that neither
-            have nor require a gradient. Parameters of one name are one group; parameters without
-            names are called `parameters[0]`, and so on. A parameter of several names counts under
-            each of them; a module names it once, as `named_parameters` does.
+        parameters: a module, (name, parameter) pairs, or tensors, as for :func:`clip_`. Those with
+            `need_clip = False` are left out, as are those that neither have nor require a gradient.
+            Parameters of one name are one group; parameters without names are called
+            `parameters[0]`, and so on. A parameter of several names counts under each of them; a
+            module names it once, as `named_parameters` does.
         group_of: the group of a name, whose gradients are measured together. None: every name for
             itself. `lambda name: name.split(".")[0]`: by the outermost module.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude; any
@@ -174,19 +173,15 @@ class NamedNorms:
         # By parameter, so that a group counts one that has two names in it once; None where every
         # name has one gradient, in order.
         self._members: dict[str, dict[int, Tensor]] | None = None
-        if isinstance(parameters, FlatGradients):
-            self.gradients, named = parameters.gradients(per_gradient=True), list(parameters)
-            self._measured = [parameter for _, parameter in named]
-        else:
-            items, label_of = labelled(parameters)
-            self.gradients = collect(items, label_of)
-            positions = self.gradients.positions()
-            if positions is None and group_of is None:
-                self.names, self._measured = list(map(label_of, range(len(items)))), items
-                if len(set(self.names)) == len(items):
-                    return
-            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
-            self._measured = items if positions is None else [items[i] for i in positions]
+        items, label_of = labelled(parameters)
+        self.gradients = collect(items, label_of)
+        positions = self.gradients.positions()
+        if positions is None and group_of is None:
+            self.names, self._measured = list(map(label_of, range(len(items)))), items
+            if len(set(self.names)) == len(items):
+                return
+        named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
+        self._measured = items if positions is None else [items[i] for i in positions]
         self._members = {}
         try:
             for name, parameter in named:

@@ -16,7 +16,6 @@ from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute, misuse
 from tritonclip.engine.checks import refuse_negative
-from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float, local_number
@@ -54,8 +53,7 @@ def clip_grad_norm_(
         tensor(8.)
 
     Args:
-        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
-            :func:`clip_`.
+        parameters: tensors, a module, (name, parameter) pairs as for :func:`clip_`.
         max_norm: the largest norm of all gradients together, 0 or more.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
             positive number, -inf, or 0, which counts nonzero elements; also as text.
@@ -115,7 +113,7 @@ def clip_grad_value_(
 
 
 def get_total_norm(
-    tensors: Tensor | Iterable[Tensor | None] | FlatGradients,
+    tensors: Tensor | Iterable[Tensor | None],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -136,7 +134,7 @@ def get_total_norm(
 
     Args:
         tensors: the gradients themselves, floating-point or complex, of which None is left out
-            (parameters would give the norm of the weights); or :class:`FlatGradients`.
+            (parameters would give the norm of the weights).
         norm_type: the order of the norm, as for :func:`clip_grad_norm_`.
         error_if_nonfinite: raises RuntimeError if the norm is NaN or inf.
         foreach: accepted for compatibility.
@@ -154,16 +152,11 @@ def get_total_norm(
     """
     order = as_norm_type("norm_type", _as_float("norm_type", norm_type))
     if is_traced():
-        if isinstance(tensors, FlatGradients):
-            tensors = [p.grad for p in tensors.parameters if p.grad is not None]
         return compiled.total_norm(
             get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
         )
     processes = check_processes(process_group, copies)
-    if isinstance(tensors, FlatGradients):
-        gradients = tensors.gradients(processes=processes)
-    else:
-        gradients = collect_tensors(tensors, processes=processes)
+    gradients = collect_tensors(tensors, processes=processes)
     norm = execute.total_norm(gradients, order, error_if_nonfinite)
     if isinstance(gradients, ShardedGradients):
         norm = replicated(norm, gradients.wrappers)
@@ -223,10 +216,7 @@ def clip_grads_with_norm_(
         compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
         processes = check_processes(process_group, copies)
-        if isinstance(parameters, FlatGradients):
-            gradients = parameters.gradients(processes=processes)
-        else:
-            gradients = collect(parameters, processes=processes)
+        gradients = collect(parameters, processes=processes)
         execute.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients)

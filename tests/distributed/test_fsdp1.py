@@ -17,7 +17,7 @@ from helpers import reference
 from helpers.cases import assert_bits, assert_norm, copies, grad_of, parameters
 from helpers.processes import in_processes
 from helpers.spread import assert_same_everywhere, grads_of, values
-from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
 
 
 def _model() -> nn.Module:
@@ -142,8 +142,6 @@ def test_clip_refuses_shards(strategy: str, original: bool) -> None:
                 tritonclip.clip_(form(module), rule)
         with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
             tritonclip.clip_grad_norm_(module.parameters(), 1.0)
-        with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
-            FlatGradients(module)
         if grads:
             optimizer = ClippedOptimizer(torch.optim.SGD(module.parameters(), lr=0.0), 1.0)
             with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):

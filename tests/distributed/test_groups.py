@@ -258,18 +258,3 @@ def test_clip_nothing_changes_for_data_parallel() -> None:
     norm = check_clip(parameters, 0.1, collectives=0)
     assert norm is not None
     assert_same_everywhere(norm)
-
-
-@pytest.mark.parametrize("sizes", [(2,), (3, 5)])
-@in_processes(2)
-def test_flat_gradients_over_a_group(sizes: tuple[int, ...]) -> None:
-    """verify() compares buffers with those of other processes; a user sees gradients."""
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
-    flat = tritonclip.FlatGradients(parameters)
-    for buffer in flat.buffers:
-        buffer.fill_(1.0 + dist.get_rank())
-    with tritonclip.verify():
-        norm = tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD)
-    assert_norm(norm, math.sqrt(sum(sizes) * (1 + 4)))
-    with pytest.raises(ValueError, match="FlatGradients measures buffers"):
-        tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD, copies={parameters[0]: 1})

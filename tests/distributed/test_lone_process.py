@@ -12,7 +12,7 @@ import torch
 import tritonclip
 from helpers.cases import assert_bits, copies, grad_of, parameters
 from helpers.workers import python
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -34,20 +34,13 @@ def both() -> tuple[list[Any], list[Any]]:
     return parameters(copies(grads)), parameters(copies(grads))
 
 
-@pytest.mark.parametrize("is_flat", [False, True], ids=["gradients", "flat"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("scale", [None, 2.0])
-def test_step_of_a_lone_process(group, policy, is_flat, scale):
+def test_step_of_a_lone_process(group, policy, scale):
     ours, others = both()
     for params, options in ((ours, {"process_group": group}), (others, {})):
-        flat = None
-        if is_flat:
-            values = copies(map(grad_of, params))
-            flat = FlatGradients(params)
-            for param, value in zip(params, values, strict=True):
-                grad_of(param).copy_(value)
         optimizer = ClippedOptimizer(
-            torch.optim.SGD(params, lr=0.1), 1.0, nonfinite=policy, flat=flat, **options
+            torch.optim.SGD(params, lr=0.1), 1.0, nonfinite=policy, **options
         )
         if scale is None:
             optimizer.step()

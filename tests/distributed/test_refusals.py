@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -38,7 +37,6 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
     ClipState,
-    FlatGradients,
     Rule,
 )
 from tritonclip.rules import Measured
@@ -124,69 +122,6 @@ def test_parameters_on_meshes_of_others_need_a_group() -> None:
     expected = reference.total_norm([values((8, 3), i) for i in range(2)])
     norm = tritonclip.clip_(parameters, 1.0, process_group=dist.group.WORLD)
     assert_norm(norm, expected)
-
-
-@in_processes(2)
-def test_flat_gradients_of_distributed_tensors_are_refused() -> None:
-    with pytest.raises(TypeError, match="DTensor"):
-        tritonclip.FlatGradients([_one()])
-
-
-def _flat() -> tuple[nn.Module, FlatGradients]:
-    torch.manual_seed(dist.get_rank())
-    model = nn.Linear(3, 2)
-    flat = FlatGradients(model)
-    model(torch.ones(4, 3)).square().sum().backward()
-    return model, flat
-
-
-FLAT: dict[str, Callable[[FlatGradients], object]] = {
-    "clip": lambda flat: tritonclip.clip_(flat, 0.5, process_group=dist.group.WORLD),
-    "order-20": lambda flat: tritonclip.get_total_norm(flat, 20.0, process_group=dist.group.WORLD),
-    "torch": lambda flat: tritonclip.clip_grad_norm_(flat, 0.5, process_group=dist.group.WORLD),
-    "total": lambda flat: tritonclip.get_total_norm(flat, math.inf, process_group=dist.group.WORLD),
-}
-
-
-@pytest.mark.parametrize("call", FLAT)
-@in_processes(2)
-def test_flat_gradients_raise_everywhere(call: str) -> None:
-    model, flat = _flat()
-    kept = model.weight.grad
-    if is_first():
-        model.weight.grad = torch.ones(2, 3)
-    check_raises(lambda: FLAT[call](flat), RuntimeError, "attach_", list(flat.buffers))
-    model.weight.grad = kept
-    assert_same_everywhere(cast(torch.Tensor, FLAT["clip"](flat)))
-
-
-@pytest.mark.parametrize("how", ["view", "left-out", "replaced"])
-@in_processes(2)
-def test_step_of_flat_gradients_raises_everywhere(how: str) -> None:
-    model: Any = nn.Linear(3, 2)
-    model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
-    flat = FlatGradients(model)
-    inner, world = torch.optim.SGD(model.parameters(), lr=0.1), dist.group.WORLD
-    optimizer = ClippedOptimizer(inner, 0.5, flat=flat, process_group=world)
-    messages = {"view": "attach_", "left-out": "left out of FlatGradients", "replaced": "replaced"}
-    if is_first():
-        if how == "view":
-            model.weight.grad = torch.ones(2, 3)
-        elif how == "left-out":
-            model.extra.grad = torch.ones(2)
-        else:
-            optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 3))
-    error = ValueError if how == "replaced" else RuntimeError
-    check_raises(optimizer.step, error, messages[how], list(flat.buffers))
-
-
-@in_processes(2)
-def test_flat_gradients_with_copies_are_refused_at_construction() -> None:
-    model, flat = _flat()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="copies counts"):
-        ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD, copies=lambda p: 2)
-    ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD)
 
 
 @in_processes(2)

@@ -16,7 +16,7 @@ import tritonclip
 from helpers.cases import assert_bits, copies, grad_of, normal, parameter, parameters, unchanged
 from helpers.graphs import COMPILING, compiled
 from helpers.units import make as make_units
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 
 pytestmark = COMPILING
 
@@ -289,19 +289,6 @@ def test_compiled_clip_by_unit_refuses_to_exclude_parameters_of_another_model(de
     refused = pytest.raises(Exception, match="none of which is among")
     with unchanged(map(grad_of, ours)), refused:
         step(ClipByUnitNorm(0.0, exclude=theirs))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("frozen", [True, False], ids=["left-out", "held"])
-def test_compiled_clip_by_unit_of_a_flat_buffer_excludes(device, frozen):
-    parameters = make_units([(5, 8), (2,)], device=device)
-    if frozen:
-        parameters[1].grad = None
-        parameters[1].requires_grad_(False)
-    flat, rule = FlatGradients(parameters), ClipByUnitNorm(0.0, exclude=parameters[1])
-    compiled(lambda: tritonclip.clip_(flat, rule))()
-    assert not grad_of(parameters[0]).any()
-    assert frozen or grad_of(parameters[1]).any()
 
 
 @pytest.mark.covering(0)

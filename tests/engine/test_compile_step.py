@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tritonclip
 from helpers.cases import copies, grad_of, normal, unchanged
 from helpers.graphs import COMPILING
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytestmark = COMPILING
 
@@ -52,7 +52,6 @@ UPDATES = pytest.mark.parametrize("update", [by_hand, foreach])
 TARGETS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "parameters": lambda model: list(model.parameters()),
     "named": lambda model: list(model.named_parameters()),
-    "flat": FlatGradients,
 }
 
 

@@ -22,7 +22,6 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
     ClipState,
-    FlatGradients,
     functional,
 )
 from tritonclip.engine import compiled
@@ -113,20 +112,6 @@ def test_traced_call_looks_at_each_gradient_a_fixed_number_of_times():
     assert frames(40) - frames(20) == 2 * (frames(20) - frames(10))
 
 
-def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(device):
-    params = parameters(grads_of(device, (7, 3)))
-    flat = FlatGradients(params)
-
-    def step(grads):
-        for parameter, grad in zip(params, grads, strict=True):
-            grad_of(parameter).copy_(grad)
-        return [tritonclip.clip_(flat, 1.0), *[grad_of(p).clone() for p in params]]
-
-    graph = make_fx(step)(grads_of(device, (7, 3)))
-    for scale in (30.0, 1e-3):
-        assert_bits(graph(grads_of(device, (7, 3), scale)), step(grads_of(device, (7, 3), scale)))
-
-
 def test_traced_functions_out_of_place_are_right_for_other_tensors(device):
     def step(grads):
         clipped, norm = functional.clip_by_global_norm(grads, 1.0)
@@ -138,8 +123,8 @@ def test_traced_functions_out_of_place_are_right_for_other_tensors(device):
         torch.testing.assert_close(graph(others), step(others))
 
 
-def wrapped(params, flat=None):
-    return ClippedOptimizer(torch.optim.SGD(params, lr=0.1), ClipByNorm(0.5), flat=flat).step()
+def wrapped(params):
+    return ClippedOptimizer(torch.optim.SGD(params, lr=0.1), ClipByNorm(0.5)).step()
 
 
 REFUSED = r"make_fx.*expected clip_ or one of torch's functions"
@@ -153,10 +138,9 @@ REFUSED_CALLS: dict[str, Any] = {
     "named": lambda params: tritonclip.norms_by_name(params)["parameters[0]"],
     "grouped": lambda params: tritonclip.clip_(params, 1.0, process_group=GROUP),
 }
-FLAT = {"wrapped_flat": lambda params: wrapped(params, FlatGradients(params))}
 
 
-@pytest.mark.parametrize("call", (REFUSED_CALLS | FLAT).values(), ids=REFUSED_CALLS | FLAT)
+@pytest.mark.parametrize("call", REFUSED_CALLS.values(), ids=REFUSED_CALLS)
 def test_calls_whose_decisions_would_become_constants_are_refused(device, call):
     with pytest.raises(RuntimeError, match=REFUSED):
         make_fx(step_of(call))(grads_of(device, (7, 3)))
@@ -202,12 +186,3 @@ def test_functional_graph_is_right_for_other_gradients(device, call):
     graph(*grads_of(device, (7, 3)))
     others = grads_of(device, (7, 3), 30.0)
     assert_bits(graph(*[other.clone() for other in others]), step(others))
-
-
-def test_step_of_flat_gradients_that_were_clipped_before_is_refused():
-    params = parameters(grads_of("cpu", (7, 3)))
-    flat = FlatGradients(params)
-    optimizer = ClippedOptimizer(torch.optim.SGD(params, lr=0.1), 1.0, flat=flat)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=REFUSED):
-        make_fx(lambda x: (optimizer.step(), x)[1])(torch.ones(3))

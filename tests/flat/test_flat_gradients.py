@@ -1,20 +1,100 @@
-"""FlatGradients: gradients as views of one buffer for each dtype, and copies of it."""
+"""FlatGradients: gradients as views of one buffer for each dtype, and calls of clip_ on them.
+
+The truth is `tests/helpers/reference.py` on copies of the gradients, and the same training with
+gradients of their own.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
-from helpers.cases import FLOATS, assert_bits, copies, grad_of
-from helpers.views import SHAPES, assert_views, backward, grads_of, mixed, parameters_of
-from tritonclip import ClipByValue, FlatGradients
+from helpers import reference
+from helpers.cases import (
+    FLOATS,
+    NORM_TYPES,
+    assert_bits,
+    assert_norm,
+    check_clip,
+    copies,
+    grad_of,
+    of_sizes,
+    parameters,
+    unchanged,
+)
+from helpers.processes import in_processes
+from helpers.refusing import check_raises, is_first
+from helpers.spread import assert_same_everywhere, values
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByQuantile,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClipState,
+    FlatGradients,
+)
+
+# Sizes that are multiples of 16 bytes for no dtype, for some and for all; an empty one.
+SHAPES = ((5, 7), (8, 4), (3,), (0, 2), (16, 16), (), (2, 3, 5), (4099,))
+GONE = r"is no longer a view of FlatGradients: .*Call flat\.attach_\(\)"
+RULES = pytest.mark.parametrize(
+    "rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.2), ClipByValue(0.1)], ids=str
+)
+
+
+def parameters_of(
+    shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> list[Tensor]:
+    return parameters(of_sizes(shapes, dtype, device))
+
+
+def grads_of(params: list[Tensor]) -> list[Tensor]:
+    return [grad_of(p) for p in params]
+
+
+def mixed(device: Any = "cpu") -> list[Tensor]:
+    """Gradients of three dtypes in turn."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    return [
+        param
+        for seed, shape in enumerate(SHAPES)
+        for param in parameters_of([shape], dtypes[seed % 3], device)
+    ]
+
+
+def backward(params: list[Tensor]) -> None:
+    """Adds 1 to the gradients of parameters that are 0."""
+    torch.stack([(p * p.detach().add(1)).sum() for p in params]).sum().backward()
+
+
+def assert_views(flat: FlatGradients, params: list[Tensor]) -> None:
+    """Every gradient lies in a buffer, none over another, and nothing lies between them."""
+    spans = []
+    for param in params:
+        grad = grad_of(param)
+        assert (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device)
+        (buffer,) = [b for b in flat.buffers if (b.dtype, b.device) == (grad.dtype, grad.device)]
+        if grad.numel():
+            start = grad.data_ptr() - buffer.data_ptr()
+            spans.append((buffer.data_ptr(), start, start + grad.numel() * grad.element_size()))
+    spans.sort()
+    ends: dict[int, int] = {}
+    for base, start, end in spans:
+        assert start == ends.get(base, 0)
+        ends[base] = end
+    assert ends == {b.data_ptr(): b.numel() * b.element_size() for b in flat.buffers}
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(torch.complex64, id="complex64")])
@@ -25,25 +105,18 @@ def test_constructor_makes_views_without_gaps_and_keeps_gradients(dtype):
     assert len(flat.buffers) == 1
     assert_views(flat, params)
     assert_bits(grads_of(params), before)
-    flat.check()
+    aligned = [g for g in grads_of(params) if g.numel() * g.element_size() % 16 == 0]
+    assert len(aligned) > 2
+    assert all(g.data_ptr() % 16 == 0 for g in aligned)
 
 
 def test_constructor_makes_a_buffer_for_each_dtype():
-    params = mixed("cpu")
+    params = mixed()
     before = copies(grads_of(params))
     flat = FlatGradients(params)
     assert [b.dtype for b in flat.buffers] == [torch.float32, torch.bfloat16, torch.float64]
     assert_views(flat, params)
     assert_bits(grads_of(params), before)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_constructor_aligns_what_can_be_aligned(dtype):
-    params = parameters_of(dtype=dtype)
-    FlatGradients(params)
-    whole = [g for g in grads_of(params) if g.numel() * g.element_size() % 16 == 0]
-    assert len(whole) > 2
-    assert all(g.data_ptr() % 16 == 0 for g in whole)
 
 
 def test_constructor_keeps_the_strides_that_autograd_would_give():
@@ -52,12 +125,7 @@ def test_constructor_keeps_the_strides_that_autograd_would_give():
     FlatGradients([channels_last, gapped])
     assert grad_of(channels_last).stride() == channels_last.stride()
     assert grad_of(gapped).is_contiguous()
-
-
-def test_constructor_fills_missing_gradients_with_zeros():
-    param = torch.nn.Parameter(torch.ones(3))
-    FlatGradients(param)
-    assert grad_of(param).tolist() == [0.0, 0.0, 0.0]
+    assert not grad_of(gapped).any()
 
 
 def test_constructor_takes_each_parameter_once_and_leaves_some_out():
@@ -66,7 +134,7 @@ def test_constructor_takes_each_parameter_once_and_leaves_some_out():
     params[2].need_clip = False  # type: ignore[attr-defined]
     left_out = [p.grad for p in params[1:3]]
     flat = FlatGradients([*params, params[0]])
-    assert [*map(id, flat.parameters)] == [*map(id, (params[0], *params[3:]))]
+    assert [id(p) for _, p in flat] == [*map(id, (params[0], *params[3:]))]
     assert [*map(id, left_out)] == [id(p.grad) for p in params[1:3]]
 
 
@@ -81,21 +149,11 @@ def test_constructor_takes_each_parameter_once_and_leaves_some_out():
     ids=["module", "named", "tensor", "generator"],
 )
 def test_constructor_takes_what_clip_takes(form, n):
-    flat = FlatGradients(form(torch.nn.Linear(3, 2)))
-    assert len(flat) == n
-    flat.check()
+    assert len(FlatGradients(form(torch.nn.Linear(3, 2)))) == n
 
 
 class _Subclass(Tensor):
     pass
-
-
-def _of_subclass():
-    return torch.zeros(2).as_subclass(_Subclass).requires_grad_()
-
-
-def _computed():
-    return [torch.ones(2, requires_grad=True) * 2]
 
 
 def _sparse():
@@ -104,21 +162,32 @@ def _sparse():
     return param
 
 
+def _marked():
+    layer: Any = torch.nn.Linear(2, 2)
+    layer.need_clip = False
+    return layer
+
+
 REFUSED: dict[str, Any] = {
     "empty": (list, ValueError, "expected at least one parameter that requires a gradient"),
     "frozen": (lambda: [torch.zeros(2)], ValueError, "got none among 1;"),
     "number": (lambda: 3, TypeError, "expected an iterable of tensors"),
     "numbers": (lambda: [3], TypeError, r"parameters\[0\] must be a tensor, got int"),
+    "mark": (_marked, ValueError, "has need_clip = False, which nothing reads on a module"),
     "subclass": (
-        _of_subclass,
+        lambda: torch.zeros(2).as_subclass(_Subclass).requires_grad_(),
         TypeError,
-        r"parameters\[0\] is a _Subclass; expected a plain tensor",
+        r"parameters\[0\] is a _Subclass .*plain tensors only",
     ),
-    "computed": (_computed, ValueError, r"parameters\[0\] is computed from other tensors"),
+    "computed": (
+        lambda: [torch.ones(2, requires_grad=True) * 2],
+        ValueError,
+        r"parameters\[0\] is computed from other tensors",
+    ),
     "sparse": (
         _sparse,
         TypeError,
-        r"gradient of parameters\[0\] has layout .*dense gradients only",
+        r"gradient of parameters\[0\] is a Tensor of layout torch\.sparse_coo; .*dense gradients",
     ),
 }
 
@@ -129,114 +198,364 @@ def test_constructor_refuses(make, error, message):
         FlatGradients(make())
 
 
-def test_backward_accumulates_into_the_buffers():
+@pytest.mark.parametrize("inference", [False, True])
+def test_backward_accumulates_into_the_buffers(inference):
     params = parameters_of()
-    flat = FlatGradients(params)
+    with torch.inference_mode(inference):
+        flat = FlatGradients(params)
     flat.zero_()
     backward(params)
     backward(params)
-    flat.check()
+    assert_views(flat, params)
     assert all(bool((g == 2).all()) for g in grads_of(params))
     assert float(flat.buffers[0].sum()) == 2 * sum(p.numel() for p in params)
 
 
+def test_sparse_embedding_adds_to_its_dense_view():
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    flat = FlatGradients(table)
+    table(torch.tensor([1, 1, 4])).sum().backward()
+    assert_views(flat, [table.weight])
+    assert grad_of(table.weight).sum(1).tolist() == [0, 6, 0, 0, 3, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("compiled", "sparse"), [(False, False), (False, True), (True, False)])
-def test_zero_sets_gradients_of_parameters_that_are_not_clipped(compiled, sparse):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_zero_resets_every_gradient_also_those_that_are_not_clipped(compiled):
     """In place of zero_grad: else they would add up for ever."""
-    params = parameters_of()
+    params = mixed()
     params[2].need_clip = False  # type: ignore[attr-defined]
-    if sparse:
-        params[2].grad = grad_of(params[2]).to_sparse()
-    params[1].grad = None
-    params[1].need_clip = False  # type: ignore[attr-defined]
     flat = FlatGradients(params)
     compiled_by = partial(torch.compile, backend="aot_eager", fullgraph=True)
     zero_ = compiled_by(flat.zero_) if compiled else flat.zero_
     zero_()
-    assert not any(bool(grad_of(p).to_dense().any()) for p in (params[0], *params[2:]))
-    assert params[1].grad is None
-
-
-def test_zero_sets_gradients_of_parameters_that_were_frozen_at_first():
-    params = parameters_of()
-    params[2].need_clip = False  # type: ignore[attr-defined]
-    params[2].requires_grad_(False)
-    flat = FlatGradients(params)
-    params[2].requires_grad_(True)
-    flat.zero_()
-    assert not grad_of(params[2]).any()
-
-
-@pytest.mark.parametrize("leaf", [False, True])
-def test_zero_leaves_no_graph_behind(leaf):
-    """As zero_grad of torch's optimizers: else the graph would grow in every step."""
-    params = parameters_of()
-    params[2].need_clip = False  # type: ignore[attr-defined]
-    flat = FlatGradients(params)
-    given = grad_of(params[2]).requires_grad_()
-    params[2].grad = given if leaf else given * 1.0
-    flat.zero_()
-    assert not grad_of(params[2]).requires_grad
-    assert not grad_of(params[2]).any()
-
-
-def test_zero_sets_every_gradient():
-    params = mixed("cpu")
-    flat = FlatGradients(params)
-    flat.zero_()
-    flat.check()
+    assert params.pop(2).grad is None
+    assert_views(flat, params)
     assert not any(g.any() for g in grads_of(params))
 
 
-def test_shallow_copy_is_refused():
-    params = parameters_of()
-    flat = FlatGradients(params)
-    with pytest.raises(TypeError, match=r"expected copy\.deepcopy"):
-        copy.copy(flat)
-    flat.check()
-
-
-def test_made_in_inference_mode_it_takes_gradients_outside():
-    params = parameters_of()
-    with torch.inference_mode():
-        flat = FlatGradients(params)
-    flat.zero_()
-    backward(params)
-    flat.check()
-
-
-COPIED = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
-
-
-@COPIED
 def test_copy_has_buffers_of_its_own(again):
     """Set to 0: copies of parameters, as torch makes them, have no gradients."""
     params = parameters_of()
+    params[1].need_clip = False  # type: ignore[attr-defined]
     flat = FlatGradients(params)
     before = copies(grads_of(params))
     twins, other = again((params, flat))
-    other.check()
+    unclipped = twins.pop(1)
     assert_views(other, twins)
     tritonclip.clip_(other, ClipByValue(0.5, 1.0))
     assert all(bool((g == 0.5).all()) for g in grads_of(twins))
-    flat.check()
+    unclipped.grad = torch.ones_like(unclipped)
+    other.zero_()
+    assert unclipped.grad is None
+    tritonclip.clip_(flat, 1e9)
     assert_bits(grads_of(params), before)
 
 
-@COPIED
-def test_copy_leaves_out_what_the_original_left_out(again):
-    params = parameters_of(SHAPES[:3])
-    params[1].need_clip = False  # type: ignore[attr-defined]
-    twins, other = again((params, FlatGradients(params)))
-    assert [getattr(p, "need_clip", True) for p in twins] == [True, False, True]
-    assert twins[1].grad is None or again is not copy.deepcopy
-    other.check()
-    assert len(other) == 2
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("max_norm", [1e-2, 1e9], ids=["clipped", "within"])
+def test_global_norm_equals_the_reference(backend, norm_type, dtype, max_norm):
+    params = parameters_of(SHAPES[:3], dtype, backend.device)
+    flat = FlatGradients(params)
+    check_clip(grads_of(params), ClipByGlobalNorm(max_norm, norm_type), flat)
+    check_clip(grads_of(params), 1e9, flat, grad_scale=4.0)
 
 
-def test_repr_says_what_it_holds():
-    flat = FlatGradients(parameters_of([(2, 3), (4,)]))
-    assert repr(flat) == "FlatGradients(2 parameters: 10 of torch.float32 on cpu)"
+@pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "within"])
+def test_norm_by_gradient_equals_the_reference(backend, max_norm):
+    params, rule = mixed(backend.device), ClipByNorm(max_norm)
+    before = copies(grads_of(params))
+    flat = FlatGradients(params)
+    for _ in range(2):
+        norms = tritonclip.clip_(flat, rule)
+        assert norms.dtype == torch.float64
+        # Those of narrower gradients are right to the tolerance of float32.
+        assert_norm(norms.float(), reference.norms(before))
+        expected = reference.clipped(before, rule, norms)
+        for ours, truth in zip(grads_of(params), expected, strict=True):
+            torch.testing.assert_close(ours.cpu(), truth)
+        before = copies(grads_of(params))
+
+
+@pytest.mark.parametrize(
+    "rule", [ClipByValue(0.5), ClipByValue(0.1, 0.2), ClipByValue(-9.0, 9.0)], ids=str
+)
+def test_value_equals_the_reference(backend, rule):
+    params = mixed(backend.device)
+    flat = FlatGradients(params)
+    assert check_clip(grads_of(params), rule, flat) is None
+
+
+def test_complex_gradients_are_clipped_by_modulus(backend):
+    params = parameters_of(SHAPES[:3], torch.complex64, backend.device)
+    flat = FlatGradients(params)
+    check_clip(grads_of(params), ClipByNorm(1e9, 1.0), flat)
+    check_clip(grads_of(params), ClipByGlobalNorm(1e9), flat)
+    named = r"cannot order complex gradients \(parameters\[0\], parameters\[1\]"
+    with pytest.raises(TypeError, match=named):
+        tritonclip.clip_(flat, ClipByValue(1.0))
+
+
+@pytest.mark.parametrize("rule", [ClipByUnitNorm(0.1), ClipByQuantile(0.5, 5)], ids=str)
+def test_rules_that_know_parameters_clip_as_without(rule):
+    ours, theirs = parameters_of(), parameters_of()
+    flat, states = FlatGradients(ours), (ClipState(), ClipState())
+    for _ in range(3):
+        for given, state in ((flat, states[0]), (theirs, states[1])):
+            options: Any = {} if rule.per_unit else {"state": state}
+            tritonclip.clip_(given, rule, **options)
+        assert_bits(grads_of(ours), grads_of(theirs))
+    if not rule.per_unit:
+        with pytest.raises(ValueError, match="belongs to another list of parameters"):
+            tritonclip.clip_(flat, rule, state=states[1])
+
+
+def test_zero_policy_erases_every_gradient(backend):
+    """Nothing but gradients lies in a buffer: no place keeps the NaN."""
+    params = parameters_of(SHAPES[:3], device=backend.device)
+    flat = FlatGradients(params)
+    grad_of(params[1])[0] = math.nan
+    assert math.isnan(tritonclip.clip_(flat, 1.0, nonfinite="zero"))
+    assert not flat.buffers[0].any()
+
+
+@RULES
+def test_error_names_the_parameter(backend, rule):
+    layer = torch.nn.Linear(3, 2, device=backend.device)
+    flat = FlatGradients(layer)
+    grad_of(layer.bias)[0] = math.inf
+    grads = grads_of([layer.weight, layer.bias])
+    with unchanged(grads), pytest.raises(RuntimeError, match=r"(of|gradients:) bias\b"):
+        tritonclip.clip_(flat, rule, nonfinite="error")
+
+
+def test_functions_of_torch_take_it_but_for_the_norm_of_tensors(backend):
+    params = parameters_of(SHAPES[:3], device=backend.device)
+    flat = FlatGradients(params)
+    expected = reference.total_norm(copies(grads_of(params)))
+    assert_norm(tritonclip.clip_grad_norm_(flat, 1e9), expected)
+    tritonclip.clip_grads_with_norm_(flat, 1e9, torch.tensor(expected))
+    for call in (tritonclip.get_total_norm, partial(tritonclip.clip_tensors_, max_norm=1.0)):
+        given: Any = flat
+        with pytest.raises(TypeError, match="got FlatGradients; expected its buffers"):
+            call(given)
+    assert_norm(tritonclip.get_total_norm(flat.buffers), expected)
+    tritonclip.clip_grad_value_(flat, 0.25)
+    assert max(float(g.abs().max()) for g in grads_of(params)) == 0.25
+
+
+@RULES
+def test_writes_show_in_version_counters(backend, rule):
+    params = parameters_of(SHAPES[:3], device=backend.device)
+    flat = FlatGradients(params)
+    before = [g._version for g in grads_of(params)]
+    tritonclip.clip_(flat, rule)
+    assert all(g._version > v for g, v in zip(grads_of(params), before, strict=True))
+
+
+def test_verification_agrees(backend):
+    flat = FlatGradients(mixed(backend.device))
+    with tritonclip.verify():
+        for rule in (ClipByGlobalNorm(0.5), ClipByNorm(0.1), ClipByValue(0.01)):
+            tritonclip.clip_(flat, rule)
+
+
+def test_call_asks_for_the_backend_of_its_block(monkeypatch):
+    """A plan of another backend is not used."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    flat = FlatGradients(parameters_of([(3,)]))
+    tritonclip.clip_(flat, 1.0)
+    refused = pytest.raises(RuntimeError, match="the triton backend was asked for")
+    with tritonclip.use_backend("triton"), refused:
+        tritonclip.clip_(flat, 1.0)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@RULES
+def test_compiled_call_equals_eager(rule):
+    results = []
+    for compile_ in (partial(torch.compile, backend="aot_eager", fullgraph=True), lambda f: f):
+        params = parameters_of()
+        flat = FlatGradients(params)
+        norm = compile_(lambda: tritonclip.clip_(flat, rule))()  # noqa: B023
+        results.append([norm, *grads_of(params)])
+        assert_views(flat, params)
+    # The norm is added up in another order.
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0.0)
+
+
+@RULES
+def test_training_equals_one_without(rule):
+    models = []
+    for make in (FlatGradients, lambda model: model):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5), torch.nn.LayerNorm(5)
+        )
+        optimizer, given = torch.optim.AdamW(model.parameters(), lr=0.01), make(model)
+        for step in range(6):
+            model(values((4, 6), step).float()).square().sum().backward()
+            tritonclip.clip_(given, rule)
+            optimizer.step()
+            given.zero_() if isinstance(given, FlatGradients) else optimizer.zero_grad()
+        models.append([*model.parameters()])
+    # The norm is added up in another order: one rounding of a float32 a step, and its growth.
+    torch.testing.assert_close(*models, rtol=1e-5, atol=1e-7)
+
+
+def _set_to_none(params: list[Tensor]) -> None:
+    torch.optim.SGD(params).zero_grad()
+
+
+def _set_to_none_and_backward(params: list[Tensor]) -> None:
+    torch.optim.SGD(params).zero_grad()
+    backward(params)
+
+
+def _replace_one(params: list[Tensor]) -> None:
+    params[4].grad = torch.ones_like(params[4])
+
+
+def _make_sparse(params: list[Tensor]) -> None:
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+
+
+def _create_graph(params: list[Tensor]) -> None:
+    torch.stack([(p * p).sum() for p in params]).sum().backward(create_graph=True)
+
+
+def _move(params: list[Tensor]) -> None:
+    torch.nn.ParameterList(params).double()
+
+
+REPLACING = [_set_to_none, _set_to_none_and_backward, _replace_one, _create_graph, _move]
+CALLS: dict[str, Callable[[FlatGradients], Any]] = {
+    "clip": lambda flat: tritonclip.clip_(flat, 0.1),
+    "by-norm": lambda flat: tritonclip.clip_(flat, ClipByNorm(0.1)),
+    "zero": lambda flat: flat.zero_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("replace", [*REPLACING, _make_sparse])
+def test_gradient_that_was_replaced_is_noticed(replace, call):
+    params = parameters_of()
+    flat = FlatGradients(params)
+    tritonclip.clip_(flat, 1e9)
+    replace(params)
+    grads = [p.grad for p in params]
+    there = [grad.detach() for grad in grads if grad is not None and not grad.is_sparse]
+    with unchanged([*there, *flat.buffers]), pytest.raises(RuntimeError, match=GONE):
+        call(flat)
+    assert all(p.grad is grad for p, grad in zip(params, grads, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("replace", REPLACING)
+def test_attach_goes_on_with_the_gradients_that_are_there(backend, replace):
+    params = parameters_of(device=backend.device)
+    flat = FlatGradients(params)
+    replace(params)
+    expected = [
+        torch.zeros_like(p) if p.grad is None else grad_of(p).detach().clone() for p in params
+    ]
+    flat.attach_()
+    assert_views(flat, params)
+    assert_bits(grads_of(params), expected)
+    assert_norm(tritonclip.clip_(flat, 1e9), reference.total_norm(copies(expected)))
+
+
+def test_attach_that_is_refused_changes_nothing():
+    params = parameters_of()
+    flat = FlatGradients(params)
+    params[2].data = torch.zeros(7)
+    grads, buffers = [p.grad for p in params], flat.buffers
+    with pytest.raises(ValueError, match=r"gradient of parameters\[2\] has shape \(3,\); expected"):
+        flat.attach_()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert all(a is b for a, b in zip(flat.buffers, buffers, strict=True))
+
+
+@pytest.mark.parametrize(("n", "others"), [(8, ""), (9, " and 1 more"), (20, " and 12 more")])
+def test_message_names_some_parameters_and_counts_the_others(n, others):
+    params = {f"p{i}": torch.nn.Parameter(torch.zeros(2)) for i in range(30)}
+    flat = FlatGradients(params.items())
+    for param in [*params.values()][:n]:
+        param.grad = None
+    message = rf"p0, p1, p2, p3, p4, p5, p6, p7{others} is no longer a view"
+    with pytest.raises(RuntimeError, match=message):
+        tritonclip.clip_(flat, 1.0)
+
+
+def test_one_of_many_that_was_replaced_is_noticed_while_its_view_is_kept():
+    params = parameters_of([(2,)] * 999)
+    flat = FlatGradients(params)
+    kept = params[500].grad
+    params[500].grad = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"parameters\[500\] " + GONE):
+        tritonclip.clip_(flat, 1.0)
+    params[500].grad = kept
+    tritonclip.clip_(flat, 1.0)
+
+
+def test_second_one_takes_the_gradients_over():
+    params = parameters_of()
+    first = FlatGradients(params)
+    before = copies(grads_of(params))
+    second = FlatGradients(params)
+    assert_views(second, params)
+    assert_bits(grads_of(params), before)
+    with pytest.raises(RuntimeError, match=GONE):
+        tritonclip.clip_(first, 1.0)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3, 5)])
+@in_processes(2)
+def test_one_norm_over_a_group(sizes: tuple[int, ...]) -> None:
+    """The first parameter has a copy in each process."""
+    params: list[Tensor] = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    flat = FlatGradients(params)
+    flat.buffers[0].fill_(1.0 + dist.get_rank())
+    world = dist.group.WORLD
+    with tritonclip.verify():
+        norm = tritonclip.clip_(flat, 1e9, process_group=world)
+    assert_norm(norm, math.sqrt(sum(sizes) * (1 + 4)))
+    grad_of(params[0]).fill_(3.0)
+    norm = tritonclip.clip_(flat, 1e9, process_group=world, copies={params[0]: 2})
+    assert_norm(norm, math.sqrt(sizes[0] * 9 + sum(sizes[1:]) * (1 + 4)))
+
+
+@in_processes(2)
+def test_lost_view_raises_everywhere() -> None:
+    layer = torch.nn.Linear(3, 2)
+    flat = FlatGradients(layer)
+    flat.buffers[0].fill_(1.0 + dist.get_rank())
+    kept = layer.weight.grad
+    if is_first():
+        layer.weight.grad = torch.ones(2, 3)
+    clip: Any = partial(tritonclip.clip_, flat, 0.5, process_group=dist.group.WORLD)
+    check_raises(clip, RuntimeError, "attach_", list(flat.buffers))
+    layer.weight.grad = kept
+    assert_same_everywhere(clip())
+
+
+@in_processes(2)
+def test_ddp_reduces_into_the_views() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    flat, alone = FlatGradients(model.module), copy.deepcopy(model.module)
+    for step in range(2):
+        flat.zero_()
+        batch = values((8, 3), step).float()
+        model(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+        norm = tritonclip.clip_(flat, 0.05)
+        alone.zero_grad()
+        alone(batch).square().mean().backward()
+        truth = tritonclip.clip_(alone, 0.05)
+        torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0.0)
+    assert_views(flat, [*model.module.parameters()])

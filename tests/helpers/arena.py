@@ -16,8 +16,8 @@ from torch import Tensor
 
 import tritonclip
 from helpers import reference
-from helpers.cases import assert_norm, grad_of, normal, parameters
-from tritonclip import ClipByNorm, ClippedOptimizer, FlatGradients
+from helpers.cases import assert_norm, normal, parameters
+from tritonclip import ClipByNorm, ClippedOptimizer
 
 # The alignment of torch's allocators, so that vectorised paths are taken.
 ALIGNMENT = 64
@@ -25,9 +25,6 @@ ALIGNMENT = 64
 
 class Arena:
     """Parameters whose gradients lie in one buffer, `memory`, with guard bytes around each."""
-
-    # The FlatGradients that hold them, if any do.
-    flat: Any = None
 
     def __init__(
         self,
@@ -113,21 +110,6 @@ class TorchArena(Arena):
         return tritonclip.clip_grad_norm_(self.params, rule.max_norm)
 
 
-class FlatArena(Arena):
-    """Gradients of one dtype in FlatGradients, whose buffer is the memory that is checked."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.flat = FlatGradients(self.params)
-        (buffer,) = self.flat.buffers
-        self.memory = buffer.view(torch.uint8)
-        self.grads = [grad_of(param) for param in self.params]
-        self.fill()
-
-    def call(self, rule: Any, **options: Any) -> Any:
-        return tritonclip.clip_(self.flat, rule, **options)
-
-
 class OptimizerArena(Arena):
     """Clipped by an optimizer that leaves parameters as they are."""
 
@@ -138,7 +120,7 @@ class OptimizerArena(Arena):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         inner = torch.optim.SGD(self.params, lr=0.0, fused=self.fused)
-        self.optimizer = ClippedOptimizer(inner, 1.0, flat=self.flat)
+        self.optimizer = ClippedOptimizer(inner, 1.0)
 
     def call(self, rule: Any, **options: Any) -> Any:
         self.optimizer.clip = rule
@@ -152,10 +134,6 @@ class OptimizerArena(Arena):
         return self.optimizer.stats.last_norm
 
 
-class FlatOptimizerArena(OptimizerArena, FlatArena):
-    """Clipped by an optimizer that knows the buffer."""
-
-
 class FusedArena(OptimizerArena):
     """The wrapped optimizer decides whether a step is left out."""
 
@@ -166,7 +144,5 @@ class FusedArena(OptimizerArena):
 ARENAS = [
     pytest.param(Arena, id="clip_"),
     pytest.param(TorchArena, id="clip_grad_norm_"),
-    pytest.param(FlatArena, id="flat"),
     pytest.param(OptimizerArena, id="optimizer"),
-    pytest.param(FlatOptimizerArena, id="flat-optimizer"),
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.cases import grad_of
 from helpers.memories import elements
 from helpers.world import Subclass, World, assert_clips, memory
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (5, 4), (20,), (2, 3, 4), (24,)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
@@ -185,24 +185,6 @@ def replace_parameter(world: World, i: int, shape: Any, dtype: Any) -> None:
     world.give(i, grad)
 
 
-def flatten(world: World, i: int, shape: Any, dtype: Any) -> None:
-    for k, param in enumerate(world.params):
-        if param.grad is not None:
-            world.give(k, world.own(k))
-    if any(getattr(param, "need_clip", True) for param in world.params):
-        world.flat = FlatGradients(world.params)
-
-
-def lose_view(world: World, i: int, shape: Any, dtype: Any) -> None:
-    flatten(world, i, shape, dtype)
-    param = world.params[i]
-    if world.flat is not None and any(param is p for p in world.flat.parameters):
-        world.lost_view = True
-        world.give(i, None)
-        if math.prod(shape) % 2:
-            world.renew(i, tuple(param.shape), param.dtype)
-
-
 MUTATIONS: dict[str, Callable[[World, int, Any, Any], object]] = {
     "filled": lambda world, i, shape, dtype: None,
     "none": lambda world, i, shape, dtype: world.give(i, None),
@@ -232,8 +214,6 @@ MUTATIONS: dict[str, Callable[[World, int, Any, Any], object]] = {
     "added": lambda world, i, shape, dtype: world.add(shape, dtype),
     "removed": remove,
     "replaced": replace_parameter,
-    "flat": flatten,
-    "lost-view": lose_view,
 }
 
 
@@ -248,6 +228,4 @@ def take_step(world: World, step: tuple[Any, ...]) -> None:
         world.retired = [*world.retired[-4:], elements(old).detach()]
     del old
     MUTATIONS[mutation](world, i, shape, dtype)
-    if world.flat is not None:
-        assert_clips(world, RULES[rule], world.flat, world.flat.parameters)
     assert_clips(world, RULES[rule], FORMS[form](world.params), world.params)

@@ -19,7 +19,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import assert_norm, grad_of, normal
 from helpers.memories import Follower, assert_near, elements
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 # Rules that the reference has bit for bit.
 EXACT = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
@@ -43,8 +43,6 @@ class World:
         self.device = device
         self.params: list[Tensor] = []
         self.retired: list[Tensor] = []
-        self.flat: FlatGradients | None = None
-        self.lost_view = False
         # Two parameters whose gradients have a part of their memory in common.
         self.in_common: tuple[Tensor, ...] = ()
         self.filled = 0
@@ -87,8 +85,7 @@ class World:
         return grad_of(self.params[i])
 
     def mend(self) -> None:
-        """Replaces what was refused, and ends the time of FlatGradients."""
-        self.flat, self.lost_view = None, False
+        """Replaces what was refused."""
         for param in self.in_common:
             param.grad = None
         self.in_common = ()
@@ -168,7 +165,6 @@ def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Ten
         for i, weight in enumerate(weights):
             weight.copy_(normal(weight.shape, weight.dtype, world.device, world.filled + i))
     everything = [p.grad for p in world.params if p.grad is not None] + world.retired
-    everything += world.flat.buffers if world.flat is not None else []
     memories = {memory(t).data_ptr(): memory(t) for t in everything if memory(t).numel()}
     expected = {address: bytes_.cpu().clone() for address, bytes_ in memories.items()}
     before = [grad.clone() for grad in grads if not is_refused(grad)]
@@ -177,8 +173,6 @@ def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Ten
     in_common = [p for p in params if any(p is one for one in world.in_common)]
     if sum(getattr(p, "need_clip", True) for p in in_common) > 1:
         refusal = pytest.raises(ValueError, match="overlap in memory")
-    elif handed_over is world.flat and world.lost_view:
-        refusal = pytest.raises(RuntimeError, match="no longer a view of FlatGradients")
     elif any(map(is_refused, grads)) or (
         isinstance(rule, ClipByValue) and any(map(Tensor.is_complex, grads))
     ):

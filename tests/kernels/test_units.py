@@ -13,7 +13,7 @@ import tritonclip
 from helpers.absent_gpu import kernel_module
 from helpers.cases import CHUNK, copies, grad_of
 from helpers.units import assert_clipped, expected, make, truths
-from tritonclip import ClipByUnitNorm, FlatGradients
+from tritonclip import ClipByUnitNorm
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
@@ -30,12 +30,6 @@ def names(launches):
 def test_clip_by_unit_launches_two_kernels_for_any_list(device, launches, count, policy):
     parameters = make([(3, 1 + i % 5) for i in range(count)], device=device)
     tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[0]))
-    assert names(launches) == BOTH
-
-
-def test_clip_by_unit_launches_two_kernels_for_a_flat_buffer(device, launches):
-    parameters = make([(3, 4), (5,)], device=device)
-    tritonclip.clip_(FlatGradients(parameters), ClipByUnitNorm())
     assert names(launches) == BOTH
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 import tritonclip
-from helpers.cases import assert_bits, copies, grad_of
+from helpers.cases import assert_bits, copies
 from helpers.loss_scale import scaled_step
 from helpers.optimizers import torch_saved
 from helpers.serving import decided_on_device
@@ -35,7 +35,6 @@ from tritonclip import (
     ClipByZScore,
     ClippedOptimizer,
     ClipState,
-    FlatGradients,
     Outlier,
 )
 from tritonclip.rules import Measured, Rule
@@ -73,22 +72,6 @@ def test_step_clips_as_clip_with_a_state(rule):
         assert norm is not None
         assert float(optimizer.stats.last_norm) == float(norm.max())
     assert_bits(params, copies(twins))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_step_clips_flat_gradients_alike(rule):
-    params, optimizer = wrapped(sgd, rule)
-    twins = new_params()
-    flat = FlatGradients(twins)
-    other = ClippedOptimizer(sgd(twins), rule, flat=flat)
-    for number, size in enumerate(SIZES):
-        for param, grad in zip(twins, give_grads(params, number, size=size), strict=True):
-            grad_of(param).copy_(grad)
-        optimizer.step()
-        other.step()
-        # The norm of one buffer is the sum of other rows.
-        for ours, theirs in zip(params, twins, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])

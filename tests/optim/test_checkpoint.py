@@ -27,7 +27,6 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
     ClipState,
-    FlatGradients,
     Outlier,
     clip_,
 )
@@ -46,7 +45,6 @@ OPTIMIZERS = {
 }
 EVERY = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 FLATTEN = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-FLAT = pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
 LIMIT = 0.05
 
 Make = Callable[[Any], Optimizer]
@@ -63,12 +61,11 @@ def groups_of(model: torch.nn.Sequential, *, rule: bool) -> list[dict[str, Any]]
 
 
 def program(
-    make: Make, seed: int = 0, *, flat: bool, rule: bool = True
+    make: Make, seed: int = 0, *, rule: bool = True
 ) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
     """A model and its optimizer, as a program makes them at its start."""
     model = layers(seed)
-    views = FlatGradients(model) if flat else None
-    return model, ClippedOptimizer(make(groups_of(model, rule=rule)), LIMIT, flat=views)
+    return model, ClippedOptimizer(make(groups_of(model, rule=rule)), LIMIT)
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
@@ -92,12 +89,11 @@ def checkpoint_of(model: Any, optimizers: Any, flatten: bool) -> dict[str, Any]:
 
 
 def resumed(
-    folder: Path, make: Make, flatten: bool, *, flat: bool, rule: bool = True
+    folder: Path, make: Make, flatten: bool, *, rule: bool = True
 ) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
     """A new program, after it loaded; torch makes no state where there are gradients."""
-    model, optimizer = program(make, seed=9, flat=False, rule=rule)
+    model, optimizer = program(make, seed=9, rule=rule)
     load_from(folder, model, optimizer, flatten)
-    optimizer.flat = FlatGradients(model) if flat else None
     return model, optimizer
 
 
@@ -138,13 +134,13 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
         assert repr(optimizer.stats.summary()) == repr(other.stats.summary())
 
 
-def assert_resumes(folder: Path, make: Make, flatten: bool, *, flat: bool, rule: bool) -> None:
+def assert_resumes(folder: Path, make: Make, flatten: bool, *, rule: bool) -> None:
     """A run that stops after four steps and goes on in a new program is one of seven."""
-    whole, first = (program(make, flat=flat, rule=rule) for _ in range(2))
+    whole, first = (program(make, rule=rule) for _ in range(2))
     train(*whole, range(7))
     train(*first, range(4))
     save_to(folder, *first, flatten)
-    second = resumed(folder, make, flatten, flat=flat, rule=rule)
+    second = resumed(folder, make, flatten, rule=rule)
     train(*second, range(4, 7))
     assert_same_run(second, whole)
 
@@ -157,9 +153,8 @@ def assert_resumes(folder: Path, make: Make, flatten: bool, *, flat: bool, rule:
     [(False, False), (False, True), (True, False)],
     ids=["nested", "nested-group-rule", "flattened"],
 )
-@FLAT
-def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, flat, rule):
-    assert_resumes(tmp_path, make, flatten, flat=flat, rule=rule)
+def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, rule):
+    assert_resumes(tmp_path, make, flatten, rule=rule)
 
 
 @pytest.fixture
@@ -173,43 +168,16 @@ def lone_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("lone_group")
 @FLATTEN
-@FLAT
-def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path, flatten, flat):
+def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path, flatten):
     make = partial(AdamW, lr=0.05)
-    assert_resumes(tmp_path / "saved", make, flatten, flat=flat, rule=not flatten)
+    assert_resumes(tmp_path / "saved", make, flatten, rule=not flatten)
 
 
 @FLATTEN
-def test_bare_optimizer_resumes_where_flat_gradients_are_made_after_loading(tmp_path, flatten):
-    """Before, torch would take the optimizer for one that has state."""
-
-    def steps(model: torch.nn.Module, optimizer: Optimizer, numbers: range) -> None:
-        flat = FlatGradients(model)
-        for step in numbers:
-            flat.zero_()
-            loss_of(model, step).backward()
-            clip_(flat, LIMIT)
-            optimizer.step()
-
-    def bare(seed: int) -> tuple[torch.nn.Module, Optimizer]:
-        model = layers(seed)
-        return model, AdamW(model.parameters(), lr=0.05)
-
-    whole, first, second = bare(0), bare(0), bare(9)
-    steps(*whole, range(7))
-    steps(*first, range(4))
-    save_to(tmp_path, *first, flatten)
-    load_from(tmp_path, *second, flatten)
-    steps(*second, range(4, 7))
-    assert_same_run(second, whole)
-
-
-@FLATTEN
-@FLAT
 @pytest.mark.parametrize("rule", [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)], ids=repr)
-def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, flat, rule):
+def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, rule):
     def one(seed: int = 0) -> tuple[torch.nn.Module, ClippedOptimizer]:
-        model, optimizer = program(partial(AdamW, lr=0.05), seed, flat=flat, rule=False)
+        model, optimizer = program(partial(AdamW, lr=0.05), seed, rule=False)
         optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
         return model, optimizer
 
@@ -217,10 +185,8 @@ def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, flat, rule):
     train(*whole, range(9))
     train(*first, range(5))
     save_to(tmp_path, *first, flatten)
-    second[1].flat = None
     second[1].zero_grad()
     load_from(tmp_path, *second, flatten)
-    second[1].flat = FlatGradients(second[0]) if flat else None
     train(*second, range(5, 9))
     ours, theirs = (run[1].state_dict()["tritonclip"]["memory"] for run in (second, whole))
     for owner in ("rule", "outliers"):
@@ -232,10 +198,9 @@ def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, flat, rule):
 @pytest.mark.covering(2)
 @EVERY
 @FLATTEN
-@FLAT
-def test_saving_changes_nothing(tmp_path, make, flatten, flat):
+def test_saving_changes_nothing(tmp_path, make, flatten):
     """Also where gradients were dropped, and for an optimizer whose state is always empty."""
-    whole, saved = program(make, flat=flat), program(make, flat=flat)
+    whole, saved = program(make), program(make)
     for run in (whole, saved):
         train(*run, range(3))
         run[1].zero_grad()
@@ -247,23 +212,21 @@ def test_saving_changes_nothing(tmp_path, make, flatten, flat):
 
 
 @EVERY
-@FLAT
-def test_template_of_a_new_program_leaves_model_gradients_and_statistics(make, flat):
-    model, optimizer = program(make, flat=flat)
+def test_template_of_a_new_program_leaves_model_gradients_and_statistics(make):
+    model, optimizer = program(make)
     model(torch.ones(1, 4)).sum().backward()
     rates = [group["lr"] for group in optimizer.param_groups]
     with unchanged([*model.parameters()], grads=True):
         checkpoint_of(model, optimizer, flatten=False)
     assert all(map(is_, rates, (group["lr"] for group in optimizer.param_groups)))
     assert optimizer.stats.summary()["steps"] == 0
-    assert optimizer.flat is None or optimizer.flat.check() is None  # type: ignore[func-returns-value]
 
 
 def test_rules_are_those_of_the_program_that_loads(tmp_path):
-    first = program(AdamW, flat=False, rule=True)
+    first = program(AdamW, rule=True)
     train(*first, range(2))
     save_to(tmp_path, *first, flatten=False)
-    model, optimizer = program(AdamW, flat=False, rule=False)
+    model, optimizer = program(AdamW, rule=False)
     optimizer.param_groups[1]["clip"] = ClipByValue(0.1)
     load_from(tmp_path, model, optimizer, flatten=False)
     assert [group.get("clip") for group in optimizer.param_groups] == [None, ClipByValue(0.1)]
@@ -273,14 +236,14 @@ def test_rules_are_those_of_the_program_that_loads(tmp_path):
 
 def test_rules_of_groups_refuse_a_flattened_checkpoint_and_may_be_set_after_it(tmp_path):
     """torch looks for every key of a group that the optimizer has while it loads."""
-    whole, first = program(AdamW, flat=False), program(AdamW, flat=False)
+    whole, first = program(AdamW), program(AdamW)
     train(*whole, range(4))
     train(*first, range(2))
     save_to(tmp_path, *first, flatten=True)
-    model, optimizer = program(AdamW, seed=9, flat=False)
+    model, optimizer = program(AdamW, seed=9)
     with pytest.raises(KeyError, match=r"param_groups\..*\.clip"):
         load_from(tmp_path, model, optimizer, flatten=True)
-    model, optimizer = program(AdamW, seed=9, flat=False, rule=False)
+    model, optimizer = program(AdamW, seed=9, rule=False)
     load_from(tmp_path, model, optimizer, flatten=True)
     optimizer.param_groups[0]["clip"] = ClipByNorm(0.02)
     train(model, optimizer, range(2, 4))
@@ -290,11 +253,12 @@ def test_rules_of_groups_refuse_a_flattened_checkpoint_and_may_be_set_after_it(t
 @FLATTEN
 def test_state_that_torch_could_not_load_is_missed(tmp_path, flatten):
     """It makes none for an optimizer whose parameters have gradients."""
-    first = program(AdamW, flat=False, rule=False)
+    first = program(AdamW, rule=False)
     train(*first, range(2))
     save_to(tmp_path, *first, flatten)
-    model, optimizer = program(AdamW, seed=9, flat=True, rule=False)
-    with pytest.raises(ValueError, match=r"state of the optimizer, and it is missing .* flat"):
+    model, optimizer = program(AdamW, seed=9, rule=False)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="state of the optimizer, and it is missing"):
         load_from(tmp_path, model, optimizer, flatten)
     assert optimizer.stats.summary()["steps"] == 0
 
@@ -337,7 +301,7 @@ def test_norms_of_float64_keep_their_digits(tmp_path, flatten, norm):
 @EVERY
 @FLATTEN
 def test_checkpoint_of_the_wrapper_loads_into_the_bare_optimizer(tmp_path, make, flatten):
-    first, wrapper = program(make, flat=True)
+    first, wrapper = program(make)
     train(first, wrapper, range(3))
     save_to(tmp_path, first, wrapper, flatten)
     model = layers(1)
@@ -360,7 +324,7 @@ def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
     bare = make(groups_of(model, rule=False))
     train(model, bare, range(3))
     save_to(tmp_path, model, bare, flatten)
-    twin, wrapper = program(make, seed=1, flat=False, rule=False)
+    twin, wrapper = program(make, seed=1, rule=False)
     with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip"):
         load_from(tmp_path, twin, wrapper, flatten)
     load_from(tmp_path, twin, wrapper, flatten, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -466,7 +430,7 @@ def test_wrapper_that_is_saved_without_helpers_comes_back(tmp_path, rule, how):
     """A new one has the same keys."""
 
     def one(seed: int) -> tuple[torch.nn.Module, ClippedOptimizer]:
-        model, optimizer = program(partial(SGD, lr=0.05), seed, flat=False, rule=False)
+        model, optimizer = program(partial(SGD, lr=0.05), seed, rule=False)
         optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
         return model, optimizer
 

@@ -34,7 +34,6 @@ from tritonclip import (
     ClipByUnitNorm,
     ClipByValue,
     ClippedOptimizer,
-    FlatGradients,
 )
 from tritonclip.backends.native import NativeBatch
 
@@ -237,27 +236,6 @@ def test_parameters_that_share_a_name_share_a_norm(tmp_path, device):
     grads = give_grads(params)
     row = step_of(tmp_path, [{"params": [("weight", p)]} for p in params[:2]])
     assert float(row["norm/weight"]) == pytest.approx(reference.total_norm(grads[:2]), rel=1e-6)
-
-
-def in_buffers(device: Any) -> tuple[list[Tensor], FlatGradients]:
-    params = new_params(device=device)
-    flat = FlatGradients(zip("abc", params, strict=True))
-    for seed, param in enumerate(params):
-        grad_of(param).copy_(normal(param.shape, seed=seed))
-    return params, flat
-
-
-def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, monkeypatch):
-    params, flat = in_buffers(device)
-    grads = copies(map(grad_of, params))
-    readings = count_readings(monkeypatch, verbs)
-    row = step_of(tmp_path, params, 0.5, flat=flat)
-    assert len(readings) == 2
-    assert list(row)[7:] == ["norm/a", "norm/b", "norm/c"]
-    assert_norm(each_of(row), reference.norms(grads))
-    coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
-    for param, grad in zip(params, grads, strict=True):
-        torch.testing.assert_close(grad_of(param).cpu(), grad * coefficient)
 
 
 @pytest.mark.parametrize("policy", ["error", "skip", "zero"])

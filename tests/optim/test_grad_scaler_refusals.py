@@ -20,7 +20,7 @@ from helpers.loss_scale import (
     weight_under,
 )
 from helpers.training import SCALERS, new_params, unchanged, wrapped
-from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 
 def test_scaler_refuses_a_second_step_before_update(scaler, make):
@@ -180,11 +180,9 @@ def test_gradients_that_a_failed_step_divided_are_refused_until_zero_grad(scaler
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
-def test_step_under_a_loss_scale_after_one_that_raised(flat):
+def test_step_under_a_loss_scale_after_one_that_raised():
     """Nothing is refused where the failed step had not divided yet, nor after it updated."""
     weight, optimizer, _ = weight_under(torch.amp.GradScaler)
-    optimizer.flat = FlatGradients([weight]) if flat else None
     step = partial(optimizer.step, grad_scale=1024.0)
     interrupt(step, optimizer)
     step()

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 import tritonclip
-from helpers.cases import copies, grad_of, normal
+from helpers.cases import copies, normal
 from helpers.interrupts import InterruptAtBytecode
 from helpers.training import state_of
-from tritonclip import ClippedOptimizer, FlatGradients
+from tritonclip import ClippedOptimizer
 
 # In other code torch enters contexts, which Python can leave open where it is interrupted.
 _TRACED = ("/tritonclip/optim/", torch.amp.GradScaler.step.__code__)
@@ -29,7 +29,7 @@ SCALE = 1024.0
 class Run:
     """A program whose gradients are the same in every run."""
 
-    def __init__(self, scaler: Any, *, flat: bool, rule: bool, **options: Any) -> None:
+    def __init__(self, scaler: Any, *, rule: bool, **options: Any) -> None:
         self.params: list[Tensor] = [
             torch.nn.Parameter(normal(shape, seed=at)) for at, shape in enumerate([(3,), (2, 2)])
         ]
@@ -43,7 +43,6 @@ class Run:
             AdamW(groups, lr=0.1, **options),
             0.5,
             nonfinite=nonfinite,
-            flat=FlatGradients(self.params) if flat else None,
         )
         self.scaler = scaler("cpu") if scaler else None
 
@@ -51,10 +50,7 @@ class Run:
         self.optimizer.zero_grad()
         for at, param in enumerate(self.params):
             grad = normal(param.shape, seed=10 * step + at) * (SCALE if self.scaler else 1.0)
-            if self.optimizer.flat is None:
-                param.grad = grad
-            else:
-                grad_of(param).copy_(grad)
+            param.grad = grad
 
     def step(self) -> None:
         if self.scaler is None:
@@ -84,7 +80,7 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 RUNS = [
-    pytest.param(torch.amp.GradScaler, {"fused": True, "flat": True}, id="torch"),
+    pytest.param(torch.amp.GradScaler, {"fused": True}, id="torch"),
     pytest.param(tritonclip.GradScaler, {"fused": True, "nonfinite": "skip"}, id="tritonclip"),
     pytest.param(None, {"foreach": True, "rule": True}, id="none"),
 ]
@@ -92,7 +88,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("scaler", "options"), RUNS)
 def test_step_interrupted_anywhere_leaves_before_or_after(scaler, options):
-    run = Run(scaler, **{"flat": False, "rule": False, **options})
+    run = Run(scaler, **{"rule": False, **options})
     run.whole(1)
     before = run.values()
     # Of gradients that take no part: a step to come must not find traces of them.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from helpers.cases import grad_of
-from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, FlatGradients, Outlier
+from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, Outlier
 
 # Clips to 1.05 times its norm a gradient that grows.
 OWN = ClipByOwnHistory(warmup=1, max_norm=math.inf)
@@ -184,18 +184,6 @@ def test_parameters_that_were_made_anew_take_over_their_histories():
         group["params"] = [torch.nn.Parameter(param.detach()) for param in group["params"]]
     a, b = optimizer.param_groups[0]["params"]
     assert_follows(optimizer, {a: 1.0, b: 100.0})
-
-
-def test_flat_gradients_of_another_order_keep_histories():
-    params, sizes, optimizer = four()
-    _exchange(optimizer)
-    optimizer.flat = FlatGradients(params[::-1])
-    _reverse(optimizer)
-    for param, size in sizes.items():
-        grad_of(param).copy_(torch.tensor([0.0, 2 * size]))
-    optimizer.step()
-    found = [float(grad_of(p)[1]) for p in params]
-    assert found == pytest.approx([1.05, 105.0, 1.05e4, 1.05e6])
 
 
 def limits_of_groups(optimizer: ClippedOptimizer) -> list[float]:

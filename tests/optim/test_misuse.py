@@ -147,15 +147,11 @@ def test_steps_that_find_a_gradient_between_do_not_warn():
         optimizer.step()
 
 
-@pytest.mark.parametrize("is_flat", [False, True], ids=["not-clipped", "flat"])
-def test_steps_without_a_gradient_to_clip_do_not_warn(is_flat):
-    """Those of buffers are there before any backward."""
+def test_steps_without_a_gradient_to_clip_do_not_warn():
     params = without_grads()
-    if not is_flat:
-        give(params)
-    flat = tritonclip.FlatGradients(params) if is_flat else None
-    group = {"params": params} if is_flat else {"params": params, "clip": None}
-    optimizer = ClippedOptimizer(torch.optim.SGD([group], lr=0.1), 1.0, flat=flat)
+    give(params)
+    group = {"params": params, "clip": None}
+    optimizer = ClippedOptimizer(torch.optim.SGD([group], lr=0.1), 1.0)
     for _ in range(4):
         optimizer.step()
 

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import reference
 from helpers.cases import assert_bits, bounds_of, copies, grad_of, normal
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 N_GROUPS = 3
 LIMITS = st.floats(1e-2, 1e2)
@@ -163,27 +162,3 @@ def test_step_is_that_of_the_reference(members, own, rule, steps, policy):
         for param, grad in zip(params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
         take_step(optimizer, params, expected(members, grads, own, rule, policy), policy)
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["float32", "mixed"])
-@given(members=MEMBERS, rule=RULES, steps=STEPS, policy=POLICIES)
-def test_step_with_flat_gradients_is_that_of_the_reference(wide, members, rule, steps, policy):
-    """A gradient that is not there is 0 in the buffer."""
-    assume(any(member.need_clip for member in members))
-    params = new_params(members)
-    if wide:
-        params[0].data = params[0].data.double()
-    flat = FlatGradients(params)
-    optimizer = ClippedOptimizer(torch.optim.SGD(params, lr=1.0), rule, nonfinite=policy, flat=flat)
-    for seed, step in enumerate(steps):
-        grads = gradients(members, step, seed)
-        for i, (param, member) in enumerate(zip(params, members, strict=True)):
-            grad = grads[i]
-            if member.need_clip:
-                grads[i] = grad = torch.zeros(member.size) if grad is None else grad
-                grad_of(param).copy_(grad)
-            else:
-                param.grad = None if grad is None else grad.to(param.dtype, copy=True)
-        none = [None] * N_GROUPS
-        take_step(optimizer, params, expected(members, grads, none, rule, policy), policy)
-        flat.check()

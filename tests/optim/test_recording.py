@@ -23,7 +23,7 @@ from helpers.training import (
     unchanged,
     wrapped,
 )
-from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -87,14 +87,12 @@ def test_norms_of_a_scaler_are_unscaled(tmp_path, scaler_type, make):
     assert float(row[name]) == pytest.approx(float(grads[1].norm()), rel=1e-6)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
-def test_each_records_norms_by_name(tmp_path, flat):
+def test_each_records_norms_by_name(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    views = FlatGradients(model) if flat else None
     with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         inner = SGD(model.named_parameters(), lr=0.1)
-        optimizer = ClippedOptimizer(inner, 1e-3, recorder=recorder, flat=views)
+        optimizer = ClippedOptimizer(inner, 1e-3, recorder=recorder)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(1, 3)).square().sum().backward()

@@ -11,7 +11,7 @@ import torch
 import tritonclip
 from helpers.cases import NoHostRead, copies
 from helpers.units import assert_clipped, expected
-from tritonclip import ClipByUnitNorm, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByUnitNorm, ClippedOptimizer
 
 
 def make_model() -> torch.nn.Sequential:
@@ -29,22 +29,18 @@ def grads(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def evaluated(
-    make_rule: Any, lr: float = 0.1, *, flat: bool = False
+    make_rule: Any, lr: float = 0.1
 ) -> tuple[torch.nn.Sequential, ClippedOptimizer, list[torch.Tensor]]:
     """A model after backward, its optimizer under the rule made of it, and its gradients."""
     model = make_model()
-    buffers = FlatGradients(model) if flat else None
     inner = torch.optim.SGD(model.parameters(), lr=lr)
-    optimizer = ClippedOptimizer(inner, make_rule(model), flat=buffers)
+    optimizer = ClippedOptimizer(inner, make_rule(model))
     loss_of(model).backward()
     return model, optimizer, grads(model)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
-def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
-    model, optimizer, before = evaluated(
-        lambda model: ClipByUnitNorm(0.01, exclude=model[2]), 0.0, flat=flat
-    )
+def test_step_clips_each_unit_and_leaves_what_is_excluded():
+    model, optimizer, before = evaluated(lambda model: ClipByUnitNorm(0.01, exclude=model[2]), 0.0)
     rule: Any = optimizer.clip
     optimizer.step()
     for i, (one, grad) in enumerate(zip(model.parameters(), before, strict=True)):
@@ -55,12 +51,9 @@ def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
             assert torch.equal(one.grad, grad)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
-def test_step_refuses_to_exclude_parameters_of_another_model(flat):
+def test_step_refuses_to_exclude_parameters_of_another_model():
     other = make_model()
-    model, optimizer, before = evaluated(
-        lambda _: ClipByUnitNorm(0.01, exclude=other[2]), flat=flat
-    )
+    model, optimizer, before = evaluated(lambda _: ClipByUnitNorm(0.01, exclude=other[2]))
     before += copies(model.parameters())
     with pytest.raises(ValueError, match="none of which is among the 4"):
         optimizer.step()

@@ -136,7 +136,6 @@ def _given(*sizes: float) -> list[Tensor]:
 
 LISTS = {
     "list": lambda weights: weights,
-    "flat": tritonclip.FlatGradients,
     "named": lambda weights: [(f"w{i}", weight) for i, weight in enumerate(weights)],
 }
 

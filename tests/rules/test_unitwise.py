@@ -29,7 +29,7 @@ from helpers.cases import (
     parameter,
 )
 from helpers.units import assert_clipped, check_clip, make, truths, wide
-from tritonclip import ClipByUnitNorm, FlatGradients
+from tritonclip import ClipByUnitNorm
 
 
 def test_rule_by_unit_has_the_papers_defaults():
@@ -260,18 +260,6 @@ def test_clip_by_unit_writes_nothing_within_the_limits_on_a_cpu():
     assert grad._version == before
 
 
-def test_clip_by_unit_of_a_flat_buffer(device):
-    parameters = make([(5, 8), (3, 700), (70,), (6, 5, 4, 3)], device=device)
-    rule = ClipByUnitNorm(exclude=parameters[1])
-    expected_grads = truths(parameters, rule)
-    expected_grads[1] = wide(grad_of(parameters[1]))
-    flat = FlatGradients(parameters)
-    tritonclip.clip_(flat, rule)
-    for one, truth in zip(parameters, expected_grads, strict=True):
-        assert_clipped(grad_of(one), truth)
-    flat.check()
-
-
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 def test_clip_by_unit_waits_for_no_device(backend, device, policy):
     if backend.host_decides:
@@ -355,27 +343,25 @@ def test_clip_by_unit_unscales_what_is_excluded(device):
     assert_bits([grad_of(parameters[1])], [before[1] / 4])
 
 
-@pytest.mark.parametrize("of", [list, FlatGradients], ids=["list", "flat"])
-def test_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device, of):
+def test_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device):
     """As a rule does that was not copied with its model: nothing would be excluded."""
     theirs, ours = make([(5, 8), (2,)], device=device), make([(5, 8), (2,)], device=device)
     before = copies(map(grad_of, ours))
     rule = ClipByUnitNorm(0.0, exclude=theirs[1])
     with pytest.raises(ValueError, match=r"1 parameters, none of which is among the 2.*deepcopy"):
-        tritonclip.clip_(of(ours), rule)
+        tritonclip.clip_(ours, rule)
     assert_bits(copies(map(grad_of, ours)), before)
 
 
-@pytest.mark.parametrize("of", [list, FlatGradients], ids=["list", "flat"])
 @pytest.mark.parametrize("way", ["frozen", "need_clip"])
-def test_clip_by_unit_excludes_parameters_without_a_gradient(device, of, way):
+def test_clip_by_unit_excludes_parameters_without_a_gradient(device, way):
     parameters = make([(5, 8), (2,)], device=device)
     if way == "frozen":
         parameters[1].requires_grad_(False)
         parameters[1].grad = None
     else:
         parameters[1].need_clip = False  # type: ignore[attr-defined]
-    tritonclip.clip_(of(parameters), ClipByUnitNorm(0.0, exclude=parameters[1]))
+    tritonclip.clip_(parameters, ClipByUnitNorm(0.0, exclude=parameters[1]))
     assert not grad_of(parameters[0]).any()
 
 

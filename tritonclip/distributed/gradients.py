@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,25 +152,24 @@ class ShardedGradients(Gradients):
         sources: Sequence[Tensor] | None = None,
         argument: object = None,
         cache: PlanCache = plans,
-        views: Any = None,
     ) -> None:
         self.wanted, self._processes = parameters, processes
         self.label_of_parameter, self._cache = label_of_parameter, cache
         self.device, self.label_of = device, label_of
         self.sources, self.argument = sources, argument
         try:
-            self._take(grads, views)
+            self._take(grads)
         except Exception as error:
             self.reject_(error)
 
-    def _take(self, grads: Sequence[Tensor | None], views: Any = None) -> None:
+    def _take(self, grads: Sequence[Tensor | None]) -> None:
         label_of = self.label_of_parameter
         self.sharding = sharding = known_sharding(self.wanted, grads, self._processes, label_of)
         tensors, self.wrappers = local_tensors(grads)
         self.absent = [self.wanted[i] for i in sharding.absent]
-        self.plan = self.addresses = self.distinct = self.versions = None
+        self.plan = self.addresses = self.distinct = None
         super().__init__(
-            tensors, self.device, self.label_of, self.sources, self.argument, self._cache, views
+            tensors, self.device, self.label_of, self.sources, self.argument, self._cache
         )
         if not tensors:
             # As the other processes, with which it takes part.
@@ -318,18 +316,11 @@ class ShardedGradients(Gradients):
 
     def shard(self, index: int) -> LocalShard:
         """The shard of the gradient at an index."""
-        return self.sharding.shards[self._collected(index)]
+        return self.sharding.shards[index if self.distinct is None else self.distinct[index]]
 
     def position(self, index: int) -> int:
         """The position of a gradient among the parameters that are to be clipped."""
-        return self.sharding.positions[self._collected(index)]
-
-    def _collected(self, index: int) -> int:
-        """The index of a gradient among those that were collected."""
-        if self.versions is not None:
-            # A view of FlatGradients, whose buffers are all alike.
-            return 0
-        return index if self.distinct is None else self.distinct[index]
+        return self.sharding.positions[index if self.distinct is None else self.distinct[index]]
 
     def culprits(self, indices: Iterable[int]) -> str:
         """As of :class:`Gradients`, each with its ranks; every process calls this, and waits."""

@@ -22,6 +22,15 @@ PLAIN = frozenset({Tensor, Parameter})
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
 
 
+class GradientSource:
+    """Parameters, by name, which hand their gradients to `clip_` themselves.
+
+    `gradients(rule, state, processes)`, of the call, returns those that `rule` is to clip.
+    """
+
+    gradients: Callable[..., Any]
+
+
 def needs_clip(parameter: Tensor) -> bool:
     """Whether a parameter is to be clipped: `need_clip = False` says no."""
     return bool(getattr(parameter, "need_clip", True))
@@ -153,6 +162,11 @@ def tensors_in(tensors: object, label_of: LabelOf) -> tuple[list[Tensor], LabelO
             f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
             "[p.grad for p in module.parameters() if p.grad is not None], norms_by_name(module), "
             "or clip_(module, 1.0)"
+        )
+    if isinstance(tensors, GradientSource):
+        raise TypeError(
+            f"tensors must be the gradients, got {type(tensors).__name__}; expected its buffers, "
+            "or clip_, which takes it in place of parameters"
         )
     items = tensors if type(tensors) is list else as_list(tensors)
     if are_tensors(items):

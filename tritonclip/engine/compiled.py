@@ -73,7 +73,7 @@ def _clip(
         options = {} if weights is None else {"exclude": [weights[i] for i in exempt]}
         rule = _kind_of(text)(*arguments, **options)
     if weights is not None:
-        gradients = gradients.with_parameters(weights)
+        gradients.parameters = weights
     if rule.per_gradient and gradients.distinct is not None:
         again = min(set(range(len(grads))).difference(gradients.distinct))
         raise ValueError(
@@ -193,7 +193,7 @@ def _collect(
 
 def _read_once(parameters: object) -> Any:
     """The argument, so that it can be read twice."""
-    # FlatGradients have a size, as lists do; iterators have none.
+    # Iterators have no size.
     return parameters if isinstance(parameters, (Module, Sized)) else list(parameters)  # type: ignore[call-overload]
 
 
@@ -272,9 +272,7 @@ def clip_(
     if isinstance(argument, Module):
         checked_parameters(argument)
     if rule.excludes:
-        # Of FlatGradients.
-        left_out = getattr(argument, "left_out", ())
-        refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
+        refuse_other_model(rule, [parameter for _, parameter in items])
     return _clip_collected(grads, names, owners, rule, nonfinite, grad_scale)
 
 

@@ -35,7 +35,6 @@ class Gradients:
             tensors were handed over themselves.
         argument: the user's, which may know names.
         cache: of plans.
-        views: the gradients as users see them, where `tensors` are the buffers that hold them.
 
     Attributes:
         tensors: as users see them, each once.
@@ -44,7 +43,6 @@ class Gradients:
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        versions: tensors of which all readable ones are views; None where they are no views.
         parameters: one for each gradient that was collected, where these are no `sources`.
         sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
         error: that of a rejected list, which its processes raise together; None for others.
@@ -60,7 +58,6 @@ class Gradients:
     addresses: list[int] | None = None
     distinct: list[int] | None = None
     copies: Mapping[int, Tensor] = MappingProxyType({})
-    versions: Sequence[Tensor] | None = None
     parameters: Sequence[Tensor] | None = None
     sharding: Any = None
     error: Exception | None = None
@@ -73,7 +70,6 @@ class Gradients:
         sources: Sequence[Tensor] | None = None,
         argument: object = None,
         cache: PlanCache = plans,
-        views: Any = None,
     ) -> None:
         self.tensors: Sequence[Tensor] = tensors
         self.device, self.label_of = device, label_of
@@ -116,8 +112,6 @@ class Gradients:
                 self.addresses = None
             if plan.views:
                 self.readable = plan.readable(self.readable)
-        if views is not None:
-            self.tensors, self.versions = views, views.buffers
 
     def _keep(
         self, indices: list[int], tensors: list[Tensor], addresses: list[int] | None
@@ -163,7 +157,7 @@ class Gradients:
             twin.plan = replace(plan, verifying=False)
             return twin
         new = twin._make_plan(copies, None, verifying=False)
-        twin.plan, twin.readable, twin.versions = new.plan, new.readable, None
+        twin.plan, twin.readable = new.plan, new.readable
         new.plan.dtype = plan.dtype
         for group in new.plan.groups:
             group.layout.dtype = plan.dtype
@@ -172,12 +166,6 @@ class Gradients:
     def is_term(self, index: int) -> bool:
         """Whether a gradient is one of several terms of a sum, which other processes have."""
         return False
-
-    def with_parameters(self, parameters: Sequence[Tensor]) -> Gradients:
-        """The same list with the parameters of its gradients, repeated ones included."""
-        twin = copy(self)
-        twin.parameters = parameters
-        return twin
 
     def reject_(self, error: Exception) -> None:
         """Raises an error about the list; later, where other processes wait for its norms."""
@@ -215,7 +203,6 @@ class Gradients:
     @property
     def n_parameters(self) -> int:
         """The parameters that the list was collected from, with and without a gradient."""
-        # FlatGradients, which have no sources, hold each gradient once.
         return len(self.tensors if self.sources is None else self.sources)
 
     def label(self, index: int) -> str:

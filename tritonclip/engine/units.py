@@ -74,7 +74,7 @@ def _bind(
     """
     plan, grads, at = gradients.plan, gradients.dense(), gradients.addresses
     assert plan is not None
-    if at is None or gradients.versions is not None:
+    if at is None:
         at = list(map(Tensor.data_ptr, grads))
     if layouts is None:
         layouts = [

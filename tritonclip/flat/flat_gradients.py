@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import copy
 from typing import Any
 
 import torch
@@ -11,22 +10,26 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Processes
-from tritonclip.engine.arguments import labelled, needs_clip
+from tritonclip.engine.arguments import PLAIN, GradientSource, labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.plan_cache import PlanCache
-from tritonclip.flat.layout import is_wanted, lay_out, refuse
-from tritonclip.flat.view_watch import ViewWatch
-from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
+from tritonclip.engine.memory import flat_size
+from tritonclip.messages import join_names
+from tritonclip.modes import is_observed, outside_inference, without_grad
+from tritonclip.rules import Rule
+
+# Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
+# start at a multiple.
+_VECTOR = 16
 
 
-class FlatGradients:
+class FlatGradients(GradientSource):
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 
-    Pass it in place of the parameters: a call then reads the buffers, and its cost on the host does
-    not grow with the number of parameters (for :class:`ClipByNorm`, only if dtypes mix). One memset
-    sets all gradients to zero, one all-reduce sums them.
+    Pass it to :func:`clip_` in place of the parameters. A rule with one norm, or by value, then
+    reads the few buffers; a rule that measures each gradient reads each view. One memset sets all
+    gradients to zero, one all-reduce sums them.
 
     Example:
         >>> import torch, tritonclip
@@ -53,60 +56,40 @@ class FlatGradients:
             kept. Dtypes are floating-point or complex; dtypes and devices may mix.
 
     Raises:
-        TypeError: an argument without tensors; tensor subclasses; gradients that are sparse or of
-            another dtype.
+        TypeError: an argument without tensors; a parameter or gradient that is of a tensor
+            subclass, such as DTensor, or sparse.
         ValueError: no parameter that requires a gradient; one that is not a leaf; a gradient of
             another shape.
 
     Notes:
-        Every call outside of torch.compile checks, in constant time, that no view was dropped;
-        docs/flat.md says what is noticed at once and what after some calls. :meth:`check` and
-        `verify()` find all of it.
+        Outside of torch.compile, :func:`clip_` and :meth:`zero_` compare the address of every
+        gradient, and raise RuntimeError where one is no longer a view of its buffer.
 
-        It keeps its parameters alive, and does not notice that another parameter takes the place of
-        one (`load_state_dict(assign=True)`): make a new one then. Copy or pickle it together with
-        its model or optimizer. DistributedDataParallel needs `gradient_as_bucket_view=False`, its
-        default. FSDP is not supported.
-
-        Gradients whose size is a multiple of 16 bytes come first, so that each starts at one.
+        It keeps its parameters alive. After a parameter is replaced, frozen, unfrozen or marked
+        with `need_clip`, make a new one. Copy or pickle it together with its model.
     """
 
     def __init__(
         self, parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
         items, label_of = labelled(parameters)
-        chosen: dict[int, tuple[str, Tensor]] = {}
-        left_out: dict[int, tuple[str, Tensor]] = {}
+        held: dict[int, tuple[str, Tensor]] = {}
         for position, parameter in enumerate(items):
-            labels = chosen if is_wanted(parameter) else left_out
-            labels.setdefault(id(parameter), (label_of(position), parameter))
-        if not chosen:
+            if parameter.requires_grad and needs_clip(parameter):
+                held.setdefault(id(parameter), (label_of(position), parameter))
+        if not held:
             raise ValueError(
                 "expected at least one parameter that requires a gradient and has no need_clip = "
                 f"False, got none among {len(items)}; an iterator that was used before is empty"
             )
-        self._hold_(chosen.values(), left_out.values())
-
-    def _hold_(
-        self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        self._named, self._left_out = list(named), list(left_out)
+        self._named = list(held.values())
+        self._unclipped = [parameter for parameter in items if not needs_clip(parameter)]
         self.attach_()
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The memory of all gradients, one 1-d tensor for each device and dtype."""
         return self._buffers
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in order."""
-        return [parameter for _, parameter in self]
-
-    @property
-    def left_out(self) -> list[Tensor]:
-        """The parameters that it was given and does not hold, in order."""
-        return [parameter for _, parameter in self._left_out]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters, as `named_parameters()` yields them."""
@@ -124,127 +107,130 @@ class FlatGradients:
         Raises:
             TypeError, ValueError: parameters that the constructor refuses; nothing is changed.
         """
-        refuse(self._named)
-        views = lay_out(self._named)
-        grads = list(views)
-        for (_, parameter), view in zip(self._named, grads, strict=True):
+        for label, parameter in self._named:
+            _refuse(label, parameter)
+        self._parameters = [parameter for _, parameter in self._named]
+        self._buffers, views = _lay_out(self._parameters)
+        for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
-        # From here on nothing fails.
-        for (_, parameter), view in zip(self._named, grads, strict=True):
             parameter.grad = view
-        self._watch = ViewWatch(self._named, self._left_out, views)
-        self._views, self._buffers = views, views.buffers
-        self._planned: dict[tuple[bool, settings.Settings, object], Gradients] = {}
+        self._addresses = list(map(Tensor.data_ptr, views))
+        # The buffers with their plan, which stay where they are, and the settings that it is for.
+        self._known: tuple[settings.Settings, Gradients] | None = None
 
     def zero_(self) -> None:
-        """Sets all gradients to 0, one memset a buffer; those of `need_clip = False` too.
+        """Sets all gradients to 0, one memset a buffer, and those of `need_clip = False` to None.
 
         Raises:
             RuntimeError: a gradient that is no longer a view of the buffers.
         """
-        if not torch.compiler.is_compiling():
-            self._check_cheaply()
-        self._watch.zero_left_out_()
+        if not torch.compiler.is_compiling() and (error := self._find_lost()) is not None:
+            raise error
+        for parameter in self._unclipped:
+            parameter.grad = None
         torch._foreach_zero_(list(self._buffers))
 
-    def check(self) -> None:
-        """Checks every parameter, in a time that grows with their number.
+    def gradients(self, rule: Rule, state: object, processes: Processes | None) -> Gradients:
+        """The buffers as gradients; or the views, where each is measured or known by itself."""
+        lost, setting = self._find_lost(), settings.current()
+        by_view = rule.per_gradient or rule.excludes or setting.verifying or state is not None
+        if lost is None and processes is None and not by_view:
+            if is_observed():
+                return _Buffers(self)
+            if self._known is None or self._known[0] != setting:
+                self._known = setting, _Buffers(self)
+            return self._known[1]
+        gradients = collect(self._named, processes=processes)
+        if lost is not None:
+            gradients.reject_(lost)
+        return gradients
 
-        Raises:
-            RuntimeError: names the parameters whose gradient is no longer a view of the buffers;
-                that were frozen or got `need_clip = False` later, or lost it.
-        """
-        self._watch.check_all()
-
-    def gradients(
-        self,
-        *,
-        per_gradient: bool = False,
-        processes: Processes | None = None,
-        weights: bool = False,
-    ) -> Gradients:
-        """The gradients with their plan, after a check in constant time; all under `verify()`.
-
-        With `per_gradient`, each is measured; with `weights`, the parameters will be read too.
-        Where other processes wait for norms, a list with a gradient that is no view is rejected.
-        """
-        if n_dispatch_modes() or is_pre_dispatch():
-            refuse_tracer()
-        setting, failure = settings.current(), None
+    def _find_lost(self) -> RuntimeError | None:
+        """The error for gradients that are no longer views of the buffers."""
         try:
-            if setting.verifying:
-                self.check()
-            self._check_cheaply()
-        except RuntimeError as error:
-            if processes is None:
-                raise
-            failure = error
-        key = (per_gradient, setting, None if processes is None else processes.group)
-        planned = self._planned.get(key)
-        if planned is None or (processes is not None and processes.copies is not None):
-            planned = self._plan(processes, per_gradient=per_gradient)
-            # The list may have memory of the buffers, too.
-            self._watch.read_addresses_()
-            # A rejected list has other versions.
-            if planned.versions is not None:
-                self._planned[key] = planned
-        if weights:
-            planned = planned.with_parameters(self.parameters)
-        elif processes is not None:
-            # For one call, which may reject it.
-            planned = copy(planned)
-        if failure is not None:
-            planned.reject_(failure)
-        return planned
+            if [p.grad.data_ptr() for p in self._parameters] == self._addresses:  # type: ignore[union-attr]
+                return None
+        except (AttributeError, RuntimeError, NotImplementedError):
+            # A gradient that is None, or has no address.
+            pass
 
-    def _plan(self, processes: Processes | None, *, per_gradient: bool) -> Gradients:
-        """A gradient list of the buffers or, `per_gradient`, of gradients as flat tensors."""
-        refuse_copies(processes)
-        views = self._views
-        tensors = views.flat() if per_gradient else list(views.buffers)
-        label_of = [slot.label for slot in views.slots].__getitem__
-        device, cache = tensors[0].device, PlanCache(capacity=1)
-        if processes is None:
-            return Gradients(tensors, device, label_of, cache=cache, views=views)
-        return ShardedGradients(
-            tensors, tensors, label_of, processes, device, label_of, cache=cache, views=views
-        )
+        def is_at(grad: Tensor | None, address: int) -> bool:
+            return grad is not None and not grad.is_sparse and grad.data_ptr() == address
 
-    def _check_cheaply(self) -> None:
-        if not self._watch.check_some():
-            # Made of addresses.
-            self._planned.clear()
-
-    def __copy__(self) -> FlatGradients:
-        raise TypeError(
-            "a shallow copy of FlatGradients would take the gradients from the original; expected "
-            "copy.deepcopy, which copies the parameters too"
+        pairs = zip(self, self._addresses, strict=True)
+        lost = [label for (label, p), address in pairs if not is_at(p.grad, address)]
+        return RuntimeError(
+            f"the gradient of {join_names(lost)} is no longer a view of FlatGradients: "
+            "zero_grad(set_to_none=True), the default, an assignment to .grad or a move of the "
+            "model replaced it. Nothing was changed. Call flat.attach_() to make the gradients "
+            "views again, and flat.zero_() in place of zero_grad()"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "named": self._named,
-            "left_out": self._left_out,
-            "unclipped": [not needs_clip(parameter) for _, parameter in self._left_out],
-        }
+        return {"_named": self._named, "_unclipped": self._unclipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for (_, parameter), unclipped in zip(state["left_out"], state["unclipped"], strict=True):
-            if unclipped:
-                # Copies of parameters have no attributes.
-                parameter.need_clip = False
-        self._hold_(state["named"], state["left_out"])
-
-    def __repr__(self) -> str:
-        buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)
-        return f"FlatGradients({len(self)} parameters: {buffers})"
+        vars(self).update(state)
+        self.attach_()
 
 
-def refuse_copies(processes: Processes | None) -> None:
-    """Refuses numbers of copies, which buffers of many parameters cannot have."""
-    if processes is not None and processes.copies is not None:
+class _Buffers(Gradients):
+    """The buffers as a gradient list, whose messages name parameters."""
+
+    def __init__(self, flat: FlatGradients) -> None:
+        buffers = list(flat.buffers)
+        super().__init__(buffers, buffers[0].device, "buffers[{}]".format)
+        self._named = flat._named
+
+    def labels(self, indices: Iterable[int]) -> str:
+        buffers = {(self.tensors[i].device, self.tensors[i].dtype) for i in indices}
+        return join_names([name for name, p in self._named if (p.device, p.dtype) in buffers])
+
+    def culprits(self, indices: Iterable[int]) -> str:
+        """Names the parameters whose gradients are not finite."""
+        return join_names([name for name, p in self._named if not bool(p.grad.isfinite().all())])  # type: ignore[union-attr]
+
+
+def _refuse(label: str, parameter: Tensor) -> None:
+    """Refuses a parameter or a gradient that no buffer can hold."""
+    if not parameter.is_leaf:
         raise ValueError(
-            "copies counts processes for each parameter, and FlatGradients measures buffers of "
-            "many; expected process_group alone, or the parameters in place of the FlatGradients"
+            f"{label} is computed from other tensors and never gets a gradient; expected leaves"
         )
+    for noun, tensor in ((label, parameter), (f"the gradient of {label}", parameter.grad)):
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN or tensor.layout != torch.strided:
+            raise TypeError(
+                f"{noun} is a {type(tensor).__name__} of layout {tensor.layout}; FlatGradients "
+                "holds dense gradients of plain tensors only"
+            )
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"{noun} has shape {tuple(tensor.shape)}; expected that of the parameter, "
+                f"{tuple(parameter.shape)}"
+            )
+
+
+def _lay_out(parameters: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """New buffers of zeros, and a view for each parameter."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    buffers: list[Tensor] = []
+    views: dict[int, Tensor] = {}
+    for (device, dtype), members in kinds.items():
+        n_elements = sum(map(Tensor.numel, members))
+        # Never inference tensors, which no backward could add to.
+        buffer = outside_inference(torch.zeros)(n_elements, dtype=dtype, device=device)
+        offset = 0
+        for parameter in sorted(members, key=lambda p: p.numel() * p.element_size() % _VECTOR != 0):
+            stride = parameter.stride()
+            # As autograd lays out gradients: as the parameter, where that is dense.
+            if flat_size(parameter) is None:
+                stride = torch.empty(parameter.shape, device="meta").stride()
+            views[id(parameter)] = buffer.as_strided(parameter.shape, stride, offset)
+            offset += parameter.numel()
+        buffers.append(buffer)
+    return tuple(buffers), [views[id(parameter)] for parameter in parameters]

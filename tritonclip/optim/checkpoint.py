@@ -77,8 +77,7 @@ def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             "the checkpoint was saved with state of the optimizer, and it is missing here. "
             "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
             "it only where no parameter has a gradient; expected get_state_dict() before the first "
-            "backward, and without FlatGradients: set the attribute flat after loading. Nothing "
-            "was loaded"
+            "backward. Nothing was loaded"
         )
     return {**rest, "param_groups": groups}, part
 

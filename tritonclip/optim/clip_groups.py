@@ -29,16 +29,12 @@ from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan_cache import PlanCache
-from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
-    are_same,
     key_of,
     label_of_member,
-    not_in_buffers,
     rules_of,
     unclipped_in,
 )
@@ -55,7 +51,6 @@ class ClipGroup:
 
     Attributes:
         index: of the parameter group that carries the rule; None for the optimizer's.
-        flat: their buffers, if the gradients were collected from them.
         unclipped: no rule holds for them.
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
@@ -67,7 +62,6 @@ class ClipGroup:
     gradients: Gradients
     rule: Rule
     index: int | None = None
-    flat: FlatGradients | None = None
     unclipped: bool = False
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
@@ -135,13 +129,9 @@ class Grouping:
 
     def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
         self.rule, self.processes = rule, processes
-        self.flat: FlatGradients | None = None
         self._optimizer, self._plans = optimizer, PlanCache()
         # As they were read last.
         self._own_rules: OwnRules = rules_of(optimizer.param_groups)
-        # The parameters that were compared with `flat`, and those that it lacks: (group, position).
-        self._known_params: list[list[Tensor]] = []
-        self._not_in_buffers: Sequence[tuple[int, int]] = ()
 
     @property
     def groups(self) -> Groups:
@@ -154,12 +144,6 @@ class Grouping:
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         first: Tensor | None = next(parameters, None)
         return torch.device("cpu") if first is None else first.device
-
-    def use_flat(self, flat: FlatGradients | None) -> None:
-        """Replaces `flat`; raises as `not_in_buffers` does."""
-        self._not_in_buffers = not_in_buffers(flat, self.groups, self.processes)
-        self._known_params = [] if flat is None else [list(g["params"]) for g in self.groups]
-        self.flat = flat
 
     def read_rules(self) -> None:
         """Reads the rules of the parameter groups; raises as `rules_of` does."""
@@ -176,52 +160,21 @@ class Grouping:
         spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)
 
-    def zero_flat_(self, *, set_to_none: bool) -> None:
-        """Sets gradients in buffers to 0, and resets those of the other parameters."""
-        assert self.flat is not None
-        # First: where it raises, nothing was changed.
-        self.flat.zero_()
-        for number, position in self._not_in_buffers:
-            # Not from the groups, which may have changed since.
-            parameter = self._known_params[number][position]
-            if set_to_none:
-                parameter.grad = None
-            else:
-                zero_gradient_(parameter)
-
     def refresh(self) -> Exception | None:
-        """Reads rules and parameters that changed; the error of a step that has to be refused."""
+        """Reads rules that changed; the error of a step that has to be refused."""
         if self._own_rules or any("clip" in group for group in self._optimizer.param_groups):
             try:
                 self.read_rules()
             except (TypeError, ValueError) as error:
                 return error
-        if self.flat is not None and self._groups_changed():
-            try:
-                self.use_flat(self.flat)
-            except (TypeError, ValueError, RuntimeError) as error:
-                if self.processes is None:
-                    raise
-                return error
         return None
 
-    def _groups_changed(self) -> bool:
-        """Whether the groups hold other parameters than those that were compared with `flat`."""
-        groups, compared = self.groups, self._known_params
-        return len(groups) != len(compared) or not all(
-            are_same(group["params"], params)
-            for group, params in zip(groups, compared, strict=True)
-        )
-
-    def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
+    def divide(self, *, covers_all: bool) -> list[ClipGroup]:
         """The clip groups: of the optimizer's rule, then of each group with a rule of its own.
 
-        If it `covers_all`, gradients without a rule are the last. `each`: the norm of each gradient
-        may be asked for, also of those in buffers.
+        If it `covers_all`, gradients without a rule are the last.
         """
         own_rules = self._own_rules
-        if self.flat is not None and not own_rules:
-            return self._divide_flat(self.flat, covers_all=covers_all, each=each)
         groups, processes = self._optimizer.param_groups, self.processes
         if covers_all or own_rules:
             processes = _with_meshes(processes, groups)
@@ -243,33 +196,6 @@ class Grouping:
                 unclipped = [*dict.fromkeys(unclipped + unclipped_in(groups))]
             clip_groups += self._unclipped(unclipped, processes)
         return clip_groups
-
-    def _divide_flat(self, flat: FlatGradients, *, covers_all: bool, each: bool) -> list[ClipGroup]:
-        """As `divide`, for gradients in buffers: no parameter is read."""
-        error, processes, rule = self._missed_gradient(), self.processes, self.rule
-        if error is not None and processes is None:
-            raise error
-        gradients = flat.gradients(
-            per_gradient=rule.per_gradient or each,
-            processes=processes,
-            weights=rule.per_unit or rule.excludes > 0,
-        )
-        if error is not None:
-            gradients.reject_(error)
-        group = ClipGroup(gradients, rule, flat=flat)
-        return [group, *self._unclipped(self._not_in_buffers, processes)] if covers_all else [group]
-
-    def _missed_gradient(self) -> RuntimeError | None:
-        """The error for a gradient to clip that buffers lack."""
-        for index, position in self._not_in_buffers:
-            parameter = self.groups[index]["params"][position]
-            if parameter.grad is not None and getattr(parameter, "need_clip", True):
-                return RuntimeError(
-                    f"{label_of_member(self.groups, index, position)} has a gradient, but was "
-                    "left out of FlatGradients, because it required none or had need_clip = False; "
-                    "make a new FlatGradients and set the attribute flat to it"
-                )
-        return None
 
     def _collect(self, indices: Sequence[int], processes: Processes | None) -> Gradients:
         """The gradients of whole parameter groups, less those that need no clipping."""

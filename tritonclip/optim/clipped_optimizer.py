@@ -11,7 +11,6 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine.misuse import IN_VAIN
-from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
@@ -113,9 +112,6 @@ class ClippedOptimizer(ScalerSide):
         recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
             step, whether the step was skipped, the attribute `loss` if it is set, and the norms of
             groups that have a rule. Deep copies of the wrapper have no recorder.
-        flat: the :class:`FlatGradients` of the optimizer's parameters. Steps then do not read every
-            parameter, unless a group has a rule, and `zero_grad` sets gradients to 0, never to
-            None.
         process_group: the processes whose gradients have one norm, where DTensors do not say so, as
             for :func:`clip_`.
         copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
@@ -126,9 +122,9 @@ class ClippedOptimizer(ScalerSide):
 
     Raises:
         TypeError: an argument that is not an optimizer, or not a rule.
-        ValueError: an optimizer that already has a wrapper; an unknown policy; a `flat` of other
-            parameters; `max_consecutive_skips` although no step is skipped; a parameter group
-            with differentiable=True.
+        ValueError: an optimizer that already has a wrapper; an unknown policy;
+            `max_consecutive_skips` although no step is skipped; a parameter group with
+            differentiable=True.
 
     Notes:
         Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
@@ -164,7 +160,6 @@ class ClippedOptimizer(ScalerSide):
         skip_above: float | Outlier | None = None,
         max_consecutive_skips: int | None = None,
         recorder: Recorder | None = None,
-        flat: FlatGradients | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         copies: Copies | None = None,
     ) -> None:
@@ -180,7 +175,6 @@ class ClippedOptimizer(ScalerSide):
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
-        self.flat = flat
         self._scaler = ScalerState()
         # A step began to divide gradients by a loss scale, and has not updated the parameters.
         self._is_divided = False
@@ -208,15 +202,6 @@ class ClippedOptimizer(ScalerSide):
     @clip.setter
     def clip(self, clip: float | Rule) -> None:
         self._grouping.rule = as_rule("clip", clip)
-
-    @property
-    def flat(self) -> FlatGradients | None:
-        """The gradients as one buffer for each device and dtype, None without. May be replaced."""
-        return self._grouping.flat
-
-    @flat.setter
-    def flat(self, flat: FlatGradients | None) -> None:
-        self._grouping.use_flat(flat)
 
     @property
     def nonfinite(self) -> str:
@@ -449,10 +434,7 @@ class ClippedOptimizer(ScalerSide):
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._scaler.found_inf
         check_finite = check_finite or policy.checks
-        takes_each = recorder is not None and recorder.each and grouping.processes is None
-        clip_groups = grouping.divide(
-            covers_all=check_finite or grad_scale is not None, each=takes_each
-        )
+        clip_groups = grouping.divide(covers_all=check_finite or grad_scale is not None)
         record = None
         if recorder is not None:
             record = StepRecord(recorder, clip_groups, grouping, self._log.names)
@@ -496,29 +478,19 @@ class ClippedOptimizer(ScalerSide):
             param_group: a dict with the key "params", as for any optimizer.
 
         Raises:
-            ValueError: a rule under a misspelt key; differentiable=True; a wrapper that has
-                :class:`FlatGradients`.
+            ValueError: a rule under a misspelt key; differentiable=True.
         """
         if isinstance(param_group, dict):
             filled = {**self.defaults, **param_group}
             check_group(len(self.param_groups), filled, options_of(self.optimizer))
-        if self.flat is not None:
-            raise ValueError(
-                "a FlatGradients holds the gradients of the parameters that were there; expected "
-                "none while a group is added: set flat to None, add the group, and set flat to a "
-                "new FlatGradients"
-            )
         super().add_param_group(param_group)
         mark_(self.param_groups)
         self._grouping.read_rules()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
+        """Resets gradients, as the wrapped optimizer does."""
         self._is_divided = False
-        if self.flat is None:
-            super().zero_grad(set_to_none)
-        else:
-            self._grouping.zero_flat_(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
 
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
@@ -549,7 +521,6 @@ class ClippedOptimizer(ScalerSide):
             "memory": states,
             "max_consecutive_skips": self.max_consecutive_skips,
             "stats": self.stats,
-            "flat": self.flat,
             "unclipped": unclipped_in(self.optimizer.param_groups),
             "processes": self._grouping.processes,
         }
@@ -566,7 +537,6 @@ class ClippedOptimizer(ScalerSide):
             state["clip"],
             nonfinite=state["nonfinite"],
             skip_above=states.outliers.skip_above,
-            flat=state["flat"],
             process_group=group,
             copies=copies,
         )

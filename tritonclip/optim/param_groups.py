@@ -7,10 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from tritonclip.distributed.process_groups import Processes
-from tritonclip.flat.flat_gradients import FlatGradients, refuse_copies
-from tritonclip.flat.layout import is_wanted
-from tritonclip.messages import join_names
 from tritonclip.rules import Rule, as_rule
 
 Groups = Sequence[Mapping[str, Any]]
@@ -102,35 +98,3 @@ def unclipped_in(groups: Groups) -> list[tuple[int, int]]:
         for position, parameter in enumerate(group["params"])
         if not getattr(parameter, "need_clip", True)
     ]
-
-
-def not_in_buffers(
-    flat: FlatGradients | None, groups: Groups, processes: Processes | None = None
-) -> list[tuple[int, int]]:
-    """The (group, position) of parameters not in the buffers; refuses buffers of others."""
-    if flat is None:
-        return []
-    if not isinstance(flat, FlatGradients):
-        raise TypeError(
-            f"flat must be a FlatGradients or None, got {type(flat).__name__}; write "
-            "FlatGradients(model.parameters())"
-        )
-    refuse_copies(processes)
-    held = set(map(id, flat.parameters))
-    members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
-    foreign = held - set(map(id, members.values()))
-    if foreign:
-        labels = [label for label, p in flat if id(p) in foreign]
-        raise ValueError(
-            f"FlatGradients holds {join_names(labels)}, which the optimizer does not; expected the "
-            "parameters of one optimizer: make a FlatGradients for each, and a new one after "
-            "parameters were replaced"
-        )
-    rest = [member for member, p in members.items() if id(p) not in held]
-    missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
-    if missing:
-        raise ValueError(
-            f"FlatGradients lacks {join_names(missing)}, which the optimizer updates; expected all "
-            "of its parameters that require a gradient: make a new FlatGradients"
-        )
-    return rest

@@ -95,14 +95,9 @@ class RuleStates:
         found = [numbered[id(p)][1] for group in groups for p in group["params"]]
         self._in_order = found == list(range(self._n_rows))
 
-    def rows(
-        self, parameters: Sequence[Tensor], *, grouped: bool = True
-    ) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters that were met, None for all in order; and the number of all.
-
-        `grouped`: they stand in the order of their groups.
-        """
-        if grouped and self._in_order and len(parameters) == self._n_rows:
+    def rows(self, parameters: Sequence[Tensor]) -> tuple[Sequence[int] | None, int]:
+        """The rows of parameters that were met, None for all in order; and the number of all."""
+        if self._in_order and len(parameters) == self._n_rows:
             return None, self._n_rows
         return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
 

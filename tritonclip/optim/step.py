@@ -259,9 +259,9 @@ class Step:
     def _rows_of(self, group: ClipGroup) -> Numbering:
         """Looks up the rows of a clip group's parameters in the present states."""
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
-        parameters = group.gradients.sources if group.flat is None else group.flat.parameters
+        parameters = group.gradients.sources
         assert parameters is not None
-        return partial(self.states.rows, parameters, grouped=group.flat is None)
+        return partial(self.states.rows, parameters)
 
     def nonfinite(self) -> Flag:
         """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 
@@ -27,15 +26,15 @@ class ParameterNames:
 
     def __init__(self) -> None:
         # The parameters of each clip group.
-        self._known: list[Any] = []
+        self._known: list[list[Tensor]] = []
         self._names: list[list[str]] | None = None
 
     def of(self, clip_groups: Sequence[ClipGroup]) -> list[list[str]] | None:
         """The names of each clip group's parameters; None where parameters share one."""
         found = [_parameters_in(group) for group in clip_groups]
-        if len(found) != len(self._known) or not all(map(_have_not_changed, found, self._known)):
-            # The user's list may change; the views of a FlatGradients do not.
-            self._known = [list(params) if isinstance(params, list) else params for params in found]
+        if len(found) != len(self._known) or not all(map(are_same, found, self._known)):
+            # The user's list may change.
+            self._known = list(map(list, found))
             names = [
                 list(map(group.gradients.label_of, range(len(params))))
                 for params, group in zip(found, clip_groups, strict=True)
@@ -45,15 +44,11 @@ class ParameterNames:
         return self._names
 
 
-def _parameters_in(group: ClipGroup) -> Any:
-    """The parameters of a clip group, with and without gradients; of buffers their views."""
+def _parameters_in(group: ClipGroup) -> Sequence[Tensor]:
+    """The parameters of a clip group that a rule holds for, with and without gradients."""
     sources = group.gradients.sources
-    return group.gradients.tensors if sources is None else sources
-
-
-def _have_not_changed(parameters: Any, before: Any) -> bool:
-    """Whether a clip group has the parameters that it had."""
-    return are_same(parameters, before) if isinstance(parameters, list) else parameters is before
+    assert sources is not None
+    return sources
 
 
 def _add_norms_(by_name: dict[str, float | Tensor], group: ClipGroup, names: Sequence[str]) -> None:
@@ -105,31 +100,27 @@ class StepRecord:
         self._order: tuple[str, ...] = ()
         if not recorder.each:
             return
-        groups, flat = grouping.groups, grouping.flat
+        groups = grouping.groups
         # Other processes have to get the error for gradients that are refused.
         is_collective = grouping.processes is not None
         clipped = [group for group in clip_groups if not group.unclipped]
-        # Buffers name their parameters, but not in the clip groups of several rules.
-        is_named = flat is None or [group.flat for group in clipped] == [flat]
         is_spread = is_collective or True in [group.is_spread for group in clip_groups]
-        if is_named and not is_spread:
+        if not is_spread:
             found = names.of(clipped)
             if found is not None:
                 self._clipped, self._names = clipped, found
                 for group in clipped:
                     group.is_recorded = True
                 n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
-                if flat is not None or n_named == n:
+                if n_named == n:
                     return
-        parameters: Any = flat
-        if flat is None:
-            measured = {id(p) for group in self._clipped for p in _parameters_in(group)}
-            parameters = [
-                (label_of_member(groups, index, position), parameter)
-                for index, group in enumerate(groups)
-                for position, parameter in enumerate(group["params"])
-                if id(parameter) not in measured
-            ]
+        measured = {id(p) for group in self._clipped for p in _parameters_in(group)}
+        parameters = [
+            (label_of_member(groups, index, position), parameter)
+            for index, group in enumerate(groups)
+            for position, parameter in enumerate(group["params"])
+            if id(parameter) not in measured
+        ]
         try:
             self._named = NamedNorms(parameters)
         except (TypeError, ValueError, RuntimeError) as error:
