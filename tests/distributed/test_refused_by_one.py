@@ -62,7 +62,6 @@ RULES = {
     "20": ClipByGlobalNorm(0.5, 20.0),
     "100": ClipByGlobalNorm(0.5, 100.0),
     "inf": ClipByGlobalNorm(0.5, math.inf),
-    "0": ClipByGlobalNorm(0.5, 0.0),
     "each": ClipByNorm(0.5),
     "each-inf": ClipByNorm(0.5, math.inf),
     "unit": ClipByUnitNorm(0.01),

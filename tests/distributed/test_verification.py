@@ -46,7 +46,7 @@ def _mixed() -> list[Any]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("p", [2.0, 0.5, 20.0, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("p", [2.0, 1.0, 20.0, math.inf])
 @in_processes(2, 4)
 def test_verify_passes_right_calls(p: float) -> None:
     with tritonclip.verify():
@@ -165,7 +165,7 @@ def test_verify_passes_parameters_on_meshes_of_others() -> None:
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i, mesh in enumerate(meshes)]
     own = dist.get_rank() // 2
-    for p in (2.0, math.inf, -math.inf):
+    for p in (2.0, math.inf):
         with tritonclip.verify():
             norms = tritonclip.clip_(parameters, ClipByNorm(math.inf, p))
         expected = [reference.norm(values((8, 3), own), p) if i == own else 0.0 for i in range(2)]

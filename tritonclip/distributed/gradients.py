@@ -15,14 +15,13 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed import agreement
-from tritonclip.distributed.norms import exchange
-from tritonclip.distributed.process_groups import Processes, gather_objects
-from tritonclip.distributed.reduction import (
+from tritonclip.distributed.norms import (
     CachedIntegers,
     Reduction,
     ShardGroup,
-    run_exchanges,
+    measure_shards,
 )
+from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.shards import (
     LocalShard,
     Sharding,
@@ -280,19 +279,15 @@ class ShardedGradients(Gradients):
         # Else they find the same error in their parameters.
         return self._is_reduced and (self.sharding.one_list or not norm.each)
 
+    @without_grad
     def measure(
         self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
     ) -> Norms:
-        """As of :class:`Gradients`, by one all-reduce in the usual case."""
+        """As of :class:`Gradients`; a rejected list raises when the others have its norm."""
         if not self._is_reduced:
             return super().measure(norm, grad_scale)
-        return self._measure(norm, grad_scale, names_culprits)
-
-    @without_grad
-    def _measure(self, norm: Norm, grad_scale: float | Tensor, names_culprits: bool) -> Norms:
-        """Measures a norm over processes, and raises the error of a rejected list."""
         if self.error is None or self.awaits(norm):
-            (norms,) = run_exchanges([exchange(self, norm, grad_scale)])
+            norms = measure_shards(self, norm, grad_scale)
             if self.error is None:
                 return norms
             if names_culprits:

@@ -1,7 +1,7 @@
 """How a gradient list lies over processes: the shard of each gradient that lies here.
 
 Shard and _StridedShard split a gradient, Replicate copies it. The sum of a Partial one is measured,
-see `partial_sums.py`; its terms are scaled, which scales the sum.
+see `norms.py`; its terms are scaled, which scales the sum.
 
 The norm of all shards is the root of the sum of weight * norm**p over all processes. No process is
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
@@ -18,7 +18,6 @@ met before is recognised by the identity of its specs.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,11 +46,6 @@ class LocalShard(NamedTuple):
     # Groups whose shards are terms of a sum, and the divisor that makes it a mean.
     sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
-
-    def is_everywhere(self, domain: Domain) -> bool:
-        """Whether a sum over all processes of the meshes makes it whole on each of them."""
-        n_summed = math.prod(group.size() for group in self.sums_over)
-        return n_summed == domain.inner and self.weight == 1 / domain.inner
 
 
 def shard_of_spec(

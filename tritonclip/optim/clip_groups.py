@@ -2,8 +2,7 @@
 
 A `Grouping` divides the gradients of a step into them: the parameter groups without a rule are
 one, each of the others is one. `measure_requests` then finds all norms of the step, before the
-first gradient is written: over processes by one exchange, which costs one SUM, and a MAX if a rule
-or a policy needs one, however many clip groups there are.
+first gradient is written: over processes in one order everywhere, by an all-reduce each.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from torch.optim import Optimizer
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_all
-from tritonclip.distributed.norms import exchange
+from tritonclip.distributed.norms import measure_shards
 from tritonclip.distributed.process_groups import Processes
-from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
@@ -268,20 +266,14 @@ def hides_nonfinite(order: float) -> bool:
 
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
     """Measures norms; of gradients that a process refuses, those that other processes wait for."""
-    exchanges, sent = [], []
-    for request in requests:
-        group, norm, of_rule = request
+    for group, norm, of_rule in requests:
         # By value, an element counts as it came.
         scale = 1.0 if of_rule and group.rule.clamps else grad_scale
         gradients = group.gradients
         if not isinstance(gradients, ShardedGradients) or not group.is_spread:
             group.keep(norm, gradients.measure(norm, scale), of_rule=of_rule)
         elif gradients.error is None or gradients.awaits(norm):
-            exchanges.append(exchange(gradients, norm, scale))
-            sent.append(request)
-    if exchanges:
-        for (group, norm, of_rule), norms in zip(sent, run_exchanges(exchanges), strict=True):
-            group.keep(norm, norms, of_rule=of_rule)
+            group.keep(norm, measure_shards(gradients, norm, scale), of_rule=of_rule)
 
 
 def global_norm_of(
