@@ -32,7 +32,6 @@ from helpers.processes import Worlds
 from helpers.serving import decided_on_device
 from tritonclip.backends.native import NativeBatch, loops
 from tritonclip.backends.operators import TorchBatch
-from tritonclip.engine import misuse
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -255,14 +254,6 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
     state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistakes of the program are unknown, as in a new process."""
-    monkeypatch.setattr(misuse, "_was_warned", False)
-    monkeypatch.setattr(misuse, "calls", 0)
-    misuse._in_vain.clear()
 
 
 @pytest.fixture(scope="session")

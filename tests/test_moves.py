@@ -94,7 +94,7 @@ KEEPING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING)
-def test_model_moves_after_a_call(swaps, keep, unnoticed):
+def test_model_moves_after_a_call(swaps, keep):
     model = model_of()
     backward(model)
     kept = keep(model)
@@ -154,7 +154,7 @@ def of_rule(model: Any) -> None:
 @pytest.mark.parametrize(
     "use", [*KEEPING.values(), of_rule], ids=[*KEEPING, "rules-that-are-remembered"]
 )
-def test_model_dies_with_what_knows_it(use, unnoticed):
+def test_model_dies_with_what_knows_it(use):
     model = model_of()
     backward(model)
     use(model)

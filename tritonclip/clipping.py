@@ -14,7 +14,7 @@ from tritonclip.distributed.agreement import verify_replicas
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated
-from tritonclip.engine import compiled, execute, misuse
+from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import GradientSource, as_list
 from tritonclip.engine.checks import (
     POLICIES,
@@ -274,8 +274,6 @@ def clip_gradients_(
     )
     if following is not None:
         following.commit()
-    if misuse.calls:
-        misuse.look(gradients)
     if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm

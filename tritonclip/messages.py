@@ -22,15 +22,13 @@ class ClippingWarning(UserWarning):
 
     Example:
         >>> import tritonclip
-        >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error", tritonclip.ClippingWarning)
-        ...     for step in range(3):  # and no backward
-        ...         try:
-        ...             norm = tritonclip.clip_(weight, 1.0)
-        ...         except tritonclip.ClippingWarning as warning:
-        ...             print(str(warning)[:60])
-        3 calls in a row found no gradient in any of these 1 paramet
+        ...     try:
+        ...         norm = tritonclip.clip_((p for p in []), 1.0)
+        ...     except tritonclip.ClippingWarning as warning:
+        ...         print(warning)
+        `parameters` is an empty generator, no gradient clipping will occur.
     """
 
 

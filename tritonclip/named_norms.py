@@ -15,7 +15,6 @@ from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.shards import dtensor_class
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
-from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -195,8 +194,6 @@ class NamedNorms:
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
         plan, norm = gradients.plan, Norm(p, each=True)
         if plan is None:
-            if text := gradients.warning("no norm is measured"):
-                warn_user(text)
             return torch.zeros(0, dtype=torch.float32, device=gradients.device)
         if plan.verifying:
             gradients.verify_agreement("norms_by_name", norm, scale)

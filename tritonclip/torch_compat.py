@@ -14,7 +14,7 @@ from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
-from tritonclip.engine import compiled, execute, misuse
+from tritonclip.engine import compiled, execute
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
@@ -218,8 +218,6 @@ def clip_grads_with_norm_(
         processes = check_processes(process_group, copies)
         gradients = collect(parameters, processes=processes)
         execute.scale_(gradients, rule, total_norm)
-        if misuse.calls:
-            misuse.look(gradients)
 
 
 def _clip_grad_norm_(

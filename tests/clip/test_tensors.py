@@ -153,27 +153,9 @@ def test_clip_tensors_refuses_a_rule_that_needs_weights():
         clip_tensors_([torch.ones(2)], ClipByUnitNorm(0.01))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: iter([]), "`tensors` is an empty iterator"),
-        (lambda: [None, None], "each of the 2 `tensors` is None"),
-    ],
-)
-def test_clip_tensors_warns_where_there_is_nothing(make, message):
-    with pytest.warns(tritonclip.ClippingWarning, match=message) as caught:
-        norm = clip_tensors_(make(), 1.0)
-    assert norm.item() == 0.0
-    assert caught[0].filename == __file__
-
-
-def test_clip_tensors_of_an_empty_list_does_not_warn():
-    assert clip_tensors_([], ClipByNorm(1.0)).shape == (0,)
-
-
-def test_clip_of_plain_tensors_names_clip_tensors():
-    with pytest.warns(tritonclip.ClippingWarning, match=r"clip_tensors_\(tensors, 1.0\)"):
-        tritonclip.clip_([torch.ones(3)], 1.0)
+@pytest.mark.parametrize("given", [[], [None, None], iter([]), (t for t in [None])])
+def test_clip_tensors_of_nothing_does_not_warn(given):
+    assert clip_tensors_(given, ClipByNorm(1.0)).shape == (0,)
 
 
 @pytest.mark.parametrize("rule", [ClipByQuantile(0.5), ClipByOwnHistory(1.05, warmup=1)])

@@ -104,7 +104,7 @@ def collect_tensors(
     device = device_of(items)
     if processes is not None or (not plain and are_sharded(items)):
         return ShardedGradients(items, items, label_of, processes, device, label_of, cache=cache)
-    return Gradients(items, device, label_of, argument=tensors, cache=cache)
+    return Gradients(items, device, label_of, cache=cache)
 
 
 def collect_all(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from types import GeneratorType
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
-from tritonclip.engine import misuse, units, verify
+from tritonclip.engine import units, verify
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
@@ -27,6 +28,7 @@ from tritonclip.engine.checks import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
+from tritonclip.messages import warn_user
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import Norm, Rule
 from tritonclip.rules.arguments import as_number, local_number
@@ -63,7 +65,10 @@ def clip_(
     plan, spec = gradients.plan, None
     if plan is None:
         gradients.check(rule)
-        misuse.warn_of_nothing(gradients)
+        is_empty = gradients.sources is not None and not gradients.sources
+        if is_empty and isinstance(gradients.argument, GeneratorType):
+            # As torch says, which asks no other iterator.
+            warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
@@ -258,7 +263,6 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     """
     plan = gradients.plan
     if plan is None:
-        misuse.warn_of_nothing(gradients)
         return
     if plan.verifying:
         gradients.verify_agreement("clip_grads_with_norm_", rule, total_norm=norm)

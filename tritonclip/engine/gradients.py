@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from sys import modules
-from types import GeneratorType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -256,29 +256,3 @@ class Gradients:
         """Writes copies back."""
         for index, dense in self.copies.items() if wrote else ():
             write_back_(self.tensors[index], dense)
-
-    def warning(self, outcome: str = "no gradient clipping will occur") -> str:
-        """Why the list is empty, where the user probably did not intend it; else ""."""
-        if not self.sources and isinstance(self.argument, Iterator):
-            # As torch says of generators. A `filter` that was used before is empty, too.
-            iterator = "generator" if isinstance(self.argument, GeneratorType) else "iterator"
-            noun = "tensors" if self.sources is None else "parameters"
-            return f"`{noun}` is an empty {iterator}, {outcome}."
-        if self.sources is None and isinstance(self.argument, Sized) and len(self.argument):
-            return (
-                f"each of the {len(self.argument)} `tensors` is None, {outcome}; expected the "
-                "tensors that hold the gradients, after they were computed"
-            )
-        if self.sources and not any(p.is_leaf for p in self.sources):
-            return (
-                f"{self.label_of(0)} is computed from other tensors, as a loss is, and has no "
-                f".grad, {outcome}; expected the parameters of the model, such as "
-                "model.parameters()"
-            )
-        if self.sources and not any(p.requires_grad or p.grad is not None for p in self.sources):
-            return (
-                f"none of the {len(self.sources)} tensors has a .grad or requires a gradient, "
-                f"{outcome}; expected parameters that require gradients; gradients themselves are "
-                "clipped by clip_tensors_(tensors, 1.0)"
-            )
-        return ""

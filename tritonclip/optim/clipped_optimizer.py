@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.process_groups import Copies, check_processes
-from tritonclip.engine.misuse import IN_VAIN
-from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
 from tritonclip.monitor.stats import SKIPPED, ClipStats, Flag, Verdict, either
@@ -178,8 +176,6 @@ class ClippedOptimizer(ScalerSide):
         self._scaler = ScalerState()
         # A step began to divide gradients by a loss scale, and has not updated the parameters.
         self._is_divided = False
-        # Steps without a gradient so far; None once one was found, and where that was warned of.
-        self._n_without_gradient: int | None = 0
         mark_(groups)
         # Last: where anything raises, this does not count as a wrapper.
         keep_rules_out_(optimizer)
@@ -344,8 +340,6 @@ class ClippedOptimizer(ScalerSide):
         else:
             result = self.optimizer.step()
         self._is_divided = False
-        if self._n_without_gradient is not None:
-            self._look_for_gradients(self._n_without_gradient + 1)
         # By an idle step, torch.distributed.checkpoint makes the state of an optimizer without any.
         if not (had_no_state and step.is_idle()):
             self._log.add(step)
@@ -456,20 +450,6 @@ class ClippedOptimizer(ScalerSide):
     # For callers that may record a graph.
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
     _begin_without_grad = torch.compiler.disable(without_grad(_begin))
-
-    @torch.compiler.disable
-    def _look_for_gradients(self, n_steps: int) -> None:
-        """Warns of the first steps, if none of them found a gradient."""
-        n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        found = any(p.grad is not None for group in self.param_groups for p in group["params"])
-        self._n_without_gradient = None if found or n_steps == IN_VAIN else n_steps
-        if n_steps == IN_VAIN and n_parameters and not found:
-            warn_user(
-                f"{n_steps} steps in a row found no gradient in any of the {n_parameters} "
-                "parameters of the ClippedOptimizer, and neither clipped nor updated anything; "
-                "expected step() after backward() and before zero_grad(), and an optimizer of the "
-                "parameters that the model has now and that require gradients"
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`.
