@@ -332,7 +332,6 @@ class ClippedOptimizer(ScalerSide):
         if left_out is True:
             self._log.add(step)
             return None, False
-        had_no_state = not self.optimizer.state
         # An interrupted `step_unless` leaves it behind, and the device would leave this step out.
         vars(self.optimizer).pop("found_inf", None)
         if isinstance(left_out, Tensor):
@@ -340,9 +339,7 @@ class ClippedOptimizer(ScalerSide):
         else:
             result = self.optimizer.step()
         self._is_divided = False
-        # By an idle step, torch.distributed.checkpoint makes the state of an optimizer without any.
-        if not (had_no_state and step.is_idle()):
-            self._log.add(step)
+        self._log.add(step)
         return result, True
 
     def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:

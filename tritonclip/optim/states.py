@@ -15,21 +15,20 @@ from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 class RuleStates:
     """The states of the rules of an optimizer; `steps` counts calls of its `step`.
 
-    A state follows its group, and a history its parameter, wherever they stand. Their positions
-    count in checkpoints and in copies only.
+    A history follows its parameter, wherever it stands. Its position counts in checkpoints and in
+    copies only.
     """
 
     def __init__(self, outliers: OutlierTest) -> None:
         self._states: dict[str, ClipState] = {}
         self.steps = 0
         self.outliers = outliers
-        # As they stood when they were met last; None for never.
-        self._groups: list[Mapping[str, Any]] | None = None
-        self._ids: list[list[int]] = []
-        # By id: a parameter, which stays alive, and the row of its history in every state.
-        self._rows: dict[int, tuple[Tensor, int]] = {}
-        self._n_rows = 0
-        # Whether the rows of all groups' parameters are all rows in order.
+        # The row of each parameter's history in every state. No weak references: torch refuses to
+        # swap the contents of a parameter that has one.
+        self._rows: dict[Tensor, int] = {}
+        # All parameters as they stood when they were met last, and whether theirs are all rows in
+        # order.
+        self._located: list[Tensor] = []
         self._in_order = False
 
     def resume(self, groups: Groups) -> None:
@@ -38,68 +37,20 @@ class RuleStates:
         if self._states:
             self.locate(groups)
 
-    def locate(self, groups: Groups, *, each: bool = True) -> None:
-        """Finds groups and parameters where they stand now; new ones may replace those before.
-
-        Without `each`, parameters of groups that have not changed are not looked at.
-        """
-        is_same = self._groups is not None and are_same(self._groups, groups)
-        if is_same and not each:
+    def locate(self, groups: Groups) -> None:
+        """Gives every parameter a row: its own, or a new one."""
+        parameters = [p for group in groups for p in group["params"]]
+        if are_same(parameters, self._located):
             return
-        ids = [list(map(id, group["params"])) for group in groups]
-        if is_same and ids == self._ids:
-            return
-        before = self._indices_before(groups)
-        owners = {
-            key_of(place): key_of(index) for index, place in enumerate(before) if place is not None
-        }
-        owners[key_of(None)] = key_of(None)
-        # Those of groups that are gone drop out.
-        self._states = {owners[o]: state for o, state in self._states.items() if o in owners}
-        self._number(groups, before)
-        self._groups, self._ids = list(groups), ids
-
-    def _indices_before(self, groups: Groups) -> list[int | None]:
-        """The place of each group when groups were met last; None of a new one."""
-        if self._groups is None:
-            return list(range(len(groups)))
-        places = {id(group): index for index, group in enumerate(self._groups)}
-        before = [places.get(id(group)) for group in groups]
-        # Loading a checkpoint makes other dicts for the same parameters.
-        gone = set(places.values()).difference(before)
-        home = {i: index for index in gone for i in self._ids[index]}
-        for index, group in enumerate(groups):
-            if before[index] is None:
-                homes = (home.get(id(p)) for p in group["params"] if id(p) in self._rows)
-                before[index] = next((i for i in homes if i in gone), None)
-                gone.discard(before[index])
-        return before
-
-    def _number(self, groups: Groups, before: Sequence[int | None]) -> None:
-        """Gives every parameter a row: its own, that of the one that it replaces, or a new one."""
-        numbered = dict(self._rows)
-        gone = numbered.keys() - {id(p) for group in groups for p in group["params"]}
-        for group, place in zip(groups, before, strict=True):
-            ids = self._ids[place] if place is not None and self._ids else []
-            replaces = len(ids) == len(group["params"])
-            for position, parameter in enumerate(group["params"]):
-                if id(parameter) in numbered:
-                    continue
-                if replaces and ids[position] in gone:
-                    gone.remove(ids[position])
-                    _, row = numbered.pop(ids[position])
-                else:
-                    row, self._n_rows = self._n_rows, self._n_rows + 1
-                numbered[id(parameter)] = parameter, row
-        self._rows = numbered
-        found = [numbered[id(p)][1] for group in groups for p in group["params"]]
-        self._in_order = found == list(range(self._n_rows))
+        found = [self._rows.setdefault(p, len(self._rows)) for p in parameters]
+        self._located, self._in_order = parameters, found == list(range(len(self._rows)))
 
     def rows(self, parameters: Sequence[Tensor]) -> tuple[Sequence[int] | None, int]:
         """The rows of parameters that were met, None for all in order; and the number of all."""
-        if self._in_order and len(parameters) == self._n_rows:
-            return None, self._n_rows
-        return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
+        n = len(self._rows)
+        if self._in_order and len(parameters) == n:
+            return None, n
+        return [self._rows[parameter] for parameter in parameters], n
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule of a group, None for the wrapper's, bound to its state for the next step."""

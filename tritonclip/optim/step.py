@@ -6,7 +6,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from tritonclip.distributed.gradients import ShardedGradients
 from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.norms import measure
-from tritonclip.modes import is_captured, without_grad
+from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
@@ -248,9 +248,8 @@ class Step:
     def _bind(self, group: ClipGroup) -> Rule:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
-        # To look at each of a thousand parameters takes 50 us.
-        each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-        self.states.locate(self.param_groups, each=each)
+        if group.rule.per_gradient and isinstance(group.rule, Adaptive):
+            self.states.locate(self.param_groups)
         rows = self._rows_of(group)
         group.bound_rule = self.states.bind(group.index, group.rule, rows)
         group.rule = group.bound_rule
@@ -318,20 +317,6 @@ class Step:
         self.outcomes = outcomes
         return outcomes
 
-    @torch.compiler.disable
-    def is_idle(self) -> bool:
-        """Whether the step had learning rates and gradients of 0; waits for the device."""
-        for group in self.param_groups:
-            rate = group.get("lr")
-            on_host = rate.device.type == "cpu" if isinstance(rate, Tensor) else rate is not None
-            if not on_host or rate != 0:
-                return False
-        # Norms first: one for many gradients, and the same in every process.
-        if _has_nonzero(o.norm for o in self.outcomes.values() if o is not None):
-            return False
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return not _has_nonzero(p.grad for p in parameters if p.grad is not None)
-
 
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
     """The first error for which a list was rejected."""
@@ -341,16 +326,6 @@ def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
 def version_of(tensor: Tensor) -> int:
     """How often it was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_nonzero(tensors: Iterable[Tensor]) -> bool:
-    """Whether any element is not 0, or cannot be read; waits once."""
-    flags: list[Tensor] = []
-    for x in tensors:
-        if is_captured(x.device) or x.is_meta or x.layout != torch.strided:
-            return True
-        flags.append(x.any())
-    return bool(flags) and bool(torch.stack([f.to(flags[0].device) for f in flags]).any())
 
 
 class StepLog:
