@@ -1,9 +1,8 @@
 """Trainings by which advice is judged: small, synthetic, and of many kinds.
 
-Each is a step function as `tritonclip.find_max_norm` takes it: `step(batch, clip)` calls
-`clip(parameters)` where `clip_grad_norm_` would stand. Weights come from torch's random state, and
-batches from a generator: the same seed is the same training, bit for bit on one machine. Every way
-to clip goes through this one door.
+Each takes a step by `training(batch, clip)`, which calls `clip(parameters)` where `clip_grad_norm_`
+would stand. Weights come from torch's random state, and batches from a generator: the same seed is
+the same training, bit for bit on one machine. Every way to clip goes through this one door.
 
 `suggest` reads the recorded run without clipping of the same seed. `find` gets batches and seeds
 that no other training has, and its answer holds for all seeds.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +34,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Training:
-    """A model and its optimizer: a step function, judged on data that no step sees."""
+    """A model and its optimizer, judged on data that no step sees."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.model = task, task.model()
@@ -478,8 +477,16 @@ def found(name: str) -> float:
     """The limit that `find_max_norm` finds in trainings that are not judged."""
     task = TASKS[name]
     steps, batches = min(STEPS_OF_FIND, task.steps), task.batches(SEEDS_OF_FIND[0])
+
+    def training(clip: Clip) -> Generator[Tensor, None, None]:
+        # Each seed begins at another batch.
+        first = SEEDS_OF_FIND.index(torch.initial_seed()) * len(batches) // len(SEEDS_OF_FIND)
+        step = task.make()
+        for batch in [*batches[first:], *batches[:first]]:
+            yield step(batch, clip)
+
     search = tritonclip.find_max_norm(
-        task.make, batches, steps=steps, seeds=SEEDS_OF_FIND, progress=lambda done, most: None
+        training, steps=steps, seeds=SEEDS_OF_FIND, progress=lambda done, most: None
     )
     return search.max_norm or math.inf
 

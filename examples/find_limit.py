@@ -13,7 +13,8 @@ for 2,000 steps, and ``--steps 300`` makes the trials of the search longer or sh
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 
@@ -27,17 +28,20 @@ SEARCH_STEPS, SEARCH_SEEDS, SEEDS = 60, (10, 11, 12), (0, 1, 2)
 def find(data: list[torch.Tensor], settings: Settings, steps: int) -> Found:
     """Search for the limit on the training digits."""
     images, _, labels, _ = data
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(len(images), (64,), generator=generator) for _ in range(steps)]
 
-    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def training(clip: Callable[..., Any]) -> Generator[torch.Tensor, None, None]:
         model = PixelReader(settings.recurrent_gain)
-        return model, torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9)
+        while True:
+            batch = torch.randint(len(images), (64,))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss.backward()
+            clip(model.parameters())
+            optimizer.step()
+            yield loss
 
-    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
-
-    return tritonclip.find_max_norm(make, batches, loss=loss, steps=steps, seeds=SEARCH_SEEDS)
+    return tritonclip.find_max_norm(training, steps=steps, seeds=SEARCH_SEEDS)
 
 
 def conclusion(limit: float | None, shares: dict[str, list[float]]) -> str:

@@ -1,359 +1,298 @@
-"""Trials of `find_max_norm` train in every form, leave no trace, and name what they cannot use."""
+"""Trials of `find_max_norm` begin anew from their seed, end in time, and name what they refuse."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
+import sys
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import tritonclip
-from helpers.searches import draw, find, loss, make
-
-# Kinds of trainings.
+from helpers.searches import draw, find, loss, make, training
 
 
-def step_by(clip_all: Any, build: Any = make, then: Any = lambda: None) -> Any:
-    """A step function of a new model, which is clipped by `clip_all(model, clip)`."""
-    model, optimizer = build()
+def run(train: Any, **options: Any) -> Any:
+    """One short trial for each limit."""
+    return find(train, **{"steps": 8, "seeds": 1, "limits": [0.1, 1.0], **options})
 
-    def step(batch, clip):
+
+# Trainings of many kinds.
+
+
+def scaled(clip):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for batch in draw():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, batch)
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        clip(model.named_parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        yield value
+
+
+def accumulated(clip):
+    model, optimizer = make()
+    for i, batch in enumerate(draw(), 1):
+        value = loss(model, batch)
+        (value / 2).backward()
+        if i % 2 == 0:
+            clip(model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        yield value.item()
+
+
+def in_a_closure(clip):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+
+    def closure(batch):
         optimizer.zero_grad()
         value = loss(model, batch)
         value.backward()
-        clip_all(model, clip)
-        optimizer.step()
-        then()
+        clip(model.parameters())
         return value
 
-    return step
+    for batch in draw():
+        yield optimizer.step(partial(closure, batch))
 
 
-def clip_model(model: nn.Module, clip: Any) -> None:
-    clip(model)
-
-
-def steps_of(kind: str) -> Any:
-    """A `make` that gives a step function."""
-
-    def make_step():
-        model, optimizer = make()
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
-        by_schedule = step_by(clip_model, lambda: (model, optimizer), schedule.step)
-        n = 0
-
-        def step(batch, clip):
-            nonlocal n
-            n += 1
-            if kind == "amp":
-                optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16):
-                    value = loss(model, batch)
-                scaler.scale(value).backward()
-                scaler.unscale_(optimizer)
-                clip(model.parameters())
-                scaler.step(optimizer)
-                scaler.update()
-            elif kind == "accumulation":
-                value = loss(model, batch)
-                (value / 2).backward()
-                if n % 2 == 0:
-                    clip(model.named_parameters())
-                    optimizer.step()
-                    optimizer.zero_grad()
-            else:
-                value = by_schedule(batch, clip)
-            return float(value.detach()) if kind == "number" else value
-
-        return step
-
-    return make_step
-
-
-@pytest.mark.parametrize("kind", ["schedule", "amp", "accumulation", "number"])
-def test_step_functions_train_by_their_own_code(kind):
-    found = find(steps_of(kind), loss=None)
+@pytest.mark.parametrize("train", [scaled, accumulated, in_a_closure])
+def test_trainings_clip_in_their_own_code(train):
+    found = find(train)
     assert found.max_norm is not None
-    assert str(found) == str(find(steps_of(kind), loss=None))
+    assert str(found) == str(find(train))
 
 
-def test_optimizers_that_need_a_closure_clip_in_it():
-    def lbfgs():
-        model = nn.Linear(4, 1)
-        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+def test_clip_takes_and_returns_what_clip_does():
+    norms = []
 
-    found = find(lbfgs, steps=16, limits=[0.1, 1.0, 10.0])
-    # Two gradients a step are clipped.
-    assert found.max_norm is not None
-    assert str(found) == str(find(lbfgs, steps=16, limits=[0.1, 1.0, 10.0]))
+    def train(clip):
+        weight, bias = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        for i in range(6):
+            parameters = (weight, [("w", weight), ("b", bias)], iter([weight, bias]))[i % 3]
+            weight.grad, bias.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+            norms.append((float(clip(parameters)), weight.grad.norm()))
+            torch.optim.SGD([weight, bias], 0.1).step()
+            yield weight.sum().detach()
 
-
-def test_a_step_function_has_its_loss_on_held_out_batches():
-    def with_evaluate():
-        return steps_of("schedule")(), lambda batch: batch
-
-    found = find(with_evaluate, loss=None, held_out=[torch.tensor(2.0)])
-    assert {loss for c in found.candidates for loss in c.losses if loss != math.inf} == {2.0}
-
-
-@pytest.mark.parametrize("form", ["mapping", "tuple", "tensor"])
-def test_a_model_may_have_its_loss(form):
-    class Model(nn.Linear):
-        def forward(self, x):
-            value = (super().forward(x) - x[:, :1]).square().mean()
-            return {"loss": value} if form == "mapping" else value
-
-    def build():
-        model = Model(4, 1)
-        return model, torch.optim.SGD(model.parameters(), 0.1)
-
-    wrapped = {"mapping": lambda x: {"x": x}, "tuple": lambda x: (x,), "tensor": lambda x: x}[form]
-    assert find(build, [*map(wrapped, draw())], loss=None).max_norm == find().max_norm
+    run(train, steps=6, limits=[0.5, 0.6])
+    before, after = zip(*norms, strict=True)
+    assert before[:18] == (3.0, 5.0, 5.0) * 6
+    expected = [3.0] * 6 + [0.6, 0.36, 0.36] * 2 + [0.5, 0.3, 0.3] * 2
+    torch.testing.assert_close(torch.stack(after[:18]), torch.tensor(expected))
 
 
-def rows(batches: list[torch.Tensor]) -> Any:
-    """A data set."""
-    return torch.cat(batches)
+def test_each_trial_begins_with_the_random_numbers_of_its_seed():
+    drawn: list[Any] = []
+
+    def train(clip):
+        drawn.append((torch.rand(()).item(), random.random(), numpy.random.rand()))
+        yield from training()(clip)
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+    find(train, seeds=[1, 7], limits=[0.1, 1.0])
+    assert drawn == [drawn[0]] * 3 + [drawn[3]] * 3
+    assert all(a != b for a, b in zip(drawn[0], drawn[3], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert str(numpy.random.get_state()) == before[2]
 
 
-@pytest.mark.parametrize("form", ["iterator", "function", "loader", "short"])
-def test_batches_come_from_lists_loaders_iterators_and_functions(form):
-    data = draw()
-    batches: Any = {
-        "iterator": iter(data),
-        "function": lambda: iter(data),
-        "loader": DataLoader(rows(data), batch_size=8, shuffle=True),
-        "short": data[:20],
-    }[form]
-    assert find(batches=batches).max_norm is not None
+def test_cuda_begins_with_the_seed_of_before(monkeypatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    torch.manual_seed(3)
+    run(training())
+    assert seeds[-1] == 3
 
 
-def test_a_loader_with_a_generator_shuffles_by_seed_and_keeps_its_state():
-    generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(rows(draw()), batch_size=8, shuffle=True, generator=generator)
-    before = generator.get_state()
-    found = find(batches=loader)
-    assert torch.equal(generator.get_state(), before)
-    generator.manual_seed(4)
-    assert str(find(batches=loader)) == str(found)
+# How a trial ends.
 
 
-# What is left as it was.
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    grads = [p.grad for p in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    return copy.deepcopy((model.state_dict(), grads, modes, optimizer.state_dict()))
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
-
-
-@pytest.mark.parametrize("again", ["both", "model"])
-@pytest.mark.parametrize("end", ["returns", "raises", "is interrupted"])
-def test_a_model_that_is_given_again_is_put_back(again, end):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    loss(model, draw()[0]).backward()
-    optimizer.step()
-    model[1].eval()
-    grads, states = [p.grad for p in model.parameters()], [*optimizer.state.values()]
-    before = state_of(model, optimizer)
+@pytest.mark.parametrize("kind", ["endless", "nan", "interrupt", "error"])
+def test_a_training_is_closed_after_its_steps(kind):
+    ends: list[str] = []
+    steps: list[int] = []
     n = 0
+
+    def train(clip):
+        steps.append(0)
+        try:
+            for value in training(loss=of)(clip):
+                steps[-1] += 1
+                yield value
+        except BaseException as error:
+            ends.append(type(error).__name__)
+            raise
 
     def of(model, batch):
         nonlocal n
         n += 1
-        if n == 200 and end != "returns":
-            raise LookupError if end == "raises" else KeyboardInterrupt
-        return loss(model, batch)
+        if n == 21 and kind in ("interrupt", "error"):
+            raise KeyboardInterrupt if kind == "interrupt" else LookupError
+        return loss(model, batch) * (math.nan if kind == "nan" and n == 21 else 1.0)
 
-    def build():
-        new = torch.optim.AdamW(model.parameters(), 0.1)
-        return model, optimizer if again == "both" else new
-
-    if end == "raises":
-        with pytest.raises(LookupError):
-            find(build, loss=of)
+    if kind == "error":
+        with pytest.raises(LookupError) as caught:
+            run(train)
+        if sys.version_info >= (3, 11):
+            assert "limit 0.1 and seed 0" in caught.value.__notes__[0]
     else:
-        found = find(build, loss=of)
-        assert found.is_interrupted == (end == "is interrupted")
-    assert equal(state_of(model, optimizer), before)
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    assert all(a is b for a, b in zip(optimizer.state.values(), states, strict=True))
+        assert run(train).is_interrupted == (kind == "interrupt")
+    assert steps[:2] == [8, 8]
+    last = {"interrupt": "KeyboardInterrupt", "error": "LookupError"}.get(kind, "GeneratorExit")
+    assert ends == ["GeneratorExit"] * 2 + [last]
+    assert steps[2] == (8 if kind == "endless" else 3 if kind == "nan" else 2)
 
 
-def test_a_model_that_is_given_again_trains_as_a_new_one():
-    model, _ = make()
-    weights = copy.deepcopy(model.state_dict())
+def returning(value: Any) -> Any:
+    """A training of eight steps that returns a value."""
 
-    def build(again):
-        if again:
-            return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-        new = nn.Linear(4, 1)
-        new.load_state_dict(weights)
-        return new, torch.optim.SGD(new.parameters(), 0.1, momentum=0.5)
-
-    assert str(find(lambda: build(True))) == str(find(lambda: build(False)))
-
-
-def test_random_states_are_as_before(monkeypatch):
-    seeds: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    torch.manual_seed(3)
-    before = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
-    find()
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert str(numpy.random.get_state()) == before[2]
-    # CUDA, which was not begun yet, begins with this one.
-    assert seeds[-1] == 3
-
-
-# Bad input.
-
-
-def still():
-    model, _ = make()
-
-    def step(batch, clip):
-        value = loss(model, batch)
-        value.backward()
-        clip(model)
+    def train(clip):
+        yield from itertools.islice(training()(clip), 8)
         return value
 
-    return step
+    return train
 
 
-def forgetful():
-    model, _ = make()
-    return lambda batch, clip: loss(model, batch)
+@pytest.mark.parametrize("loss", [2.0, torch.tensor([2.0], requires_grad=True), math.nan])
+def test_a_loss_that_is_returned_decides(loss):
+    found = run(returning(loss))
+    assert found.is_held_out
+    assert {one.losses for one in found.candidates} == {(2.0 if loss == 2.0 else math.inf,)}
 
 
-def lossless():
-    step = step_by(clip_model)
-
-    def without_loss(batch, clip):
-        step(batch, clip)
-
-    return without_loss
+# What is refused.
 
 
 shared = nn.Linear(4, 1)
 
 
-def again():
-    return step_by(clip_model, lambda: (shared, torch.optim.SGD(shared.parameters(), 0.1)))
+def make_both():
+    return make()
 
 
-def wrapped():
-    model, optimizer = make()
-    return model, tritonclip.ClippedOptimizer(optimizer, 1.0)
+def twice(how: str) -> Any:
+    """A training that clips once more, to 0.5, before or after the trial's clip."""
 
-
-def frozen():
-    model = nn.Linear(4, 1).requires_grad_(False)
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
-def twice(how: str) -> dict[str, Any]:
-    """Options of steps that clip once more, to 0.5, before or after the trial's clip."""
-
-    def clip_all(model, clip):
-        if how == "before":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        clip(model)
-        if how == "after":
-            tritonclip.clip_(model, 0.5)
-
-    def build():
+    def train(clip):
         model, optimizer = make()
-        return model, tritonclip.ClippedOptimizer(optimizer, 0.5) if how == "wrapper" else optimizer
+        if how == "wrapper":
+            optimizer = tritonclip.ClippedOptimizer(optimizer, 0.5)
+        for batch in draw():
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            if how == "before":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            clip(model)
+            if how == "after":
+                tritonclip.clip_(model, 0.5)
+            optimizer.step()
+            yield value
 
-    return {"loss": None, "make": lambda: step_by(clip_all, build)}
+    return train
 
 
-def test_norms_of_one_batch_that_stay_in_a_warm_up_are_no_second_clip():
-    def build():
-        model, optimizer = make()
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n > 4 else 1e-9)
-        return step_by(clip_model, lambda: (model, optimizer), schedule.step)
-
-    assert find(build, draw(1), loss=None, limits=[0.1, 1.0]).reason
+def yielding(value: Any) -> Any:
+    return lambda clip: (value for _ in training()(clip))
 
 
-def test_absolute_errors_whose_gradient_stays_are_no_second_clip():
-    def build():
-        model = nn.Linear(4, 1)
-        return model, torch.optim.SGD(model.parameters(), 0.5)
+def calling(*others: Any, **named: Any) -> Any:
+    def train(clip):
+        yield clip(make()[0].parameters(), *others, **named)
 
-    def errors(model, batch):
+    return train
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "said"),
+    [
+        (nn.Linear(4, 1), TypeError, "expected a generator function train(clip), which makes its"),
+        (
+            3,
+            TypeError,
+            "before each optimizer.step() and yields the loss of each step; got int, which",
+        ),
+        (make_both, TypeError, "got make_both, which does not take clip alone"),
+        (lambda clip: 3.0, TypeError, "got a function that returns 3.0"),
+        (lambda clip: [*training()(clip)], TypeError, "got a function without yield"),
+        (
+            lambda clip: training()(list),
+            ValueError,
+            "clip was not called in 8 steps; expected a generator function",
+        ),
+        (calling(0.5), TypeError, "takes 2 positional arguments"),
+        (calling(max_norm=0.5), TypeError, "argument 'max_norm'"),
+        (yielding(None), TypeError, "yielded NoneType; expected the loss alone"),
+        (yielding((1.0, 2.0)), TypeError, "yielded tuple; expected the loss alone, a number or a"),
+        (yielding(torch.ones(8)), TypeError, "yielded Tensor of shape (8,)"),
+        (returning("0.1"), TypeError, "returned str; expected the loss alone"),
+        (yielding(math.nan), ValueError, "first loss is nan"),
+        (lambda clip: (1.0 for _ in ()), ValueError, "ended after 0 of 8 steps"),
+        (lambda clip: (1.0 for _ in range(7)), ValueError, "over its batches again, or steps=7"),
+        (training(lambda: make(0.0)), ValueError, "changed no parameter, so that no limit"),
+        (
+            training(lambda: (shared, torch.optim.SGD(shared.parameters(), 0.1))),
+            ValueError,
+            "expected a model that train makes, or copy.deepcopy(model)",
+        ),
+        (twice("before"), ValueError, "of the same norm, 0.5, and none had"),
+        (twice("after"), ValueError, "expected a step that calls clip("),
+        (twice("wrapper"), ValueError, "without clip_grad_norm_, a ClippedOpt"),
+    ],
+)
+def test_a_training_that_cannot_be_tried_is_refused_with_what_to_write(train, error, said):
+    with pytest.raises(error) as caught:
+        run(train, limits=[1.0, 10.0])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", ["warm-up", "absolute errors"])
+def test_one_gradient_again_and_again_is_no_second_clip(shape):
+    def absolute(model, batch):
         return (model(batch) - 2).abs().mean()
 
-    assert find(build, draw(1), loss=errors, limits=[0.1, 1.0]).reason
+    def warm_up(clip):
+        model, optimizer = make()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n > 4 else 1e-9)
+        for value in training(lambda: (model, optimizer), draw(1))(clip):
+            schedule.step()
+            yield value
+
+    train = warm_up if shape == "warm-up" else training(lambda: make(0.5), draw(1), absolute)
+    assert run(train, steps=40).reason
 
 
-def limited(*others, **named):
-    model, _ = make()
-    return lambda batch, clip: clip(model.parameters(), *others, **named)
+def test_frozen_parameters_may_be_shared():
+    body = nn.Linear(4, 4).requires_grad_(False)
+
+    def build():
+        model = nn.Sequential(body, nn.Linear(4, 1))
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    assert run(training(build)).reason
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"loss": None, "make": lambda: limited(0.5)}, TypeError, "takes 2 positional arguments"),
-        ({"loss": None, "make": lambda: limited(max_norm=0.5)}, TypeError, "argument 'max_norm'"),
-        ({"loss": None, "make": lambda: lambda batch: batch}, TypeError, "takes 1 positional"),
-        ({"make": still}, TypeError, "make gave a step function"),
-        ({"make": frozen}, RuntimeError, "does not require grad"),
-        ({"loss": lambda model, x: loss(model, x).item()}, RuntimeError, "does not require grad"),
-        ({"loss": nn.MSELoss()}, TypeError, "loss(model, batch), got MSELoss of torch"),
-        ({"loss": nn.functional.mse_loss}, TypeError, "got mse_loss of torch"),
-        ({"loss": None, "batches": [(torch.ones(8, 4),) * 2]}, TypeError, "--loss mymodule:loss"),
-        ({"loss": None, "batches": [{"y": torch.ones(8, 4)}]}, TypeError, "loss=lambda model"),
-        ({"held_out": itertools.repeat(torch.ones(8, 4))}, ValueError, "islice(batches(), 20)"),
-        ({"held_out": itertools.count}, ValueError, "got more than 1,000"),
-        ({"held_out": 3}, TypeError, "held_out must be an iterable of batches"),
-        ({"held_out": lambda: 3}, TypeError, "gives one, got int"),
         ({"limits": (x for x in [1.0, math.inf])}, ValueError, "got limits=[1.0, inf]; the run"),
         ({"limits": [1.0, 1.0]}, ValueError, "--limits 0.1 0.3"),
-        ({"loss": None, "make": still}, ValueError, "changed no parameter"),
-        ({"make": lambda: make(0.0)}, ValueError, "learning rate above 0"),
-        ({"loss": None, "make": forgetful}, ValueError, "clip was not called"),
-        ({"loss": None, "make": lossless}, TypeError, "step function that returns it"),
-        ({"loss": None, "make": again}, ValueError, "copy.deepcopy"),
-        (twice("before"), ValueError, "of the same norm, 0.5, and none had"),
-        (twice("after"), ValueError, "expected a step that calls clip("),
-        (twice("wrapper"), ValueError, "without clip_grad_norm_, a ClippedOpt"),
-        ({"make": wrapped}, TypeError, "it wraps"),
-        ({"make": nn.Linear(4, 1)}, TypeError, "got Linear"),
-        ({"make": lambda: nn.Linear(4, 1)}, TypeError, "got Linear"),
-        ({"make": lambda: (1, 2, 3)}, TypeError, "got int, int, int"),
-        ({"make": steps_of("schedule"), "held_out": draw()}, TypeError, "(step, evaluate)"),
-        ({"batches": [torch.full((8, 4), math.nan)]}, ValueError, "first loss is nan"),
-        ({"batches": []}, ValueError, "ran out after 0 of"),
-        ({"batches": iter(draw()[:7])}, ValueError, "steps=7"),
-        ({"batches": 3}, TypeError, "such as a DataLoader"),
-        ({"batches": lambda: 3}, TypeError, "gives one, got int"),
-        ({"held_out": []}, ValueError, "no batches"),
-        ({"limits": [1.0]}, ValueError, "two or more limits"),
-        ({"limits": [1.0, math.inf]}, ValueError, "two or more limits"),
         ({"limits": 1.0}, TypeError, "not iterable"),
         ({"limits": [1.0, -1.0]}, ValueError, "above 0"),
         ({"limits": [1.0, math.nan]}, ValueError, "limits"),
@@ -362,13 +301,9 @@ def limited(*others, **named):
         ({"steps": 0}, ValueError, "steps must be"),
         ({"seeds": 0}, ValueError, "seeds must be"),
         ({"seeds": [1, 1]}, ValueError, "different numbers"),
-        ({"loss": lambda model, x: model(x)}, TypeError, "of shape (8, 1)"),
-        ({"loss": None}, TypeError, "loss=lambda model, batch"),
     ],
 )
-def test_bad_input_is_named_with_what_to_do(options, error, said):
-    weights = shared.weight.clone()
+def test_bad_options_are_named_with_what_to_write(options, error, said):
     with pytest.raises(error) as caught:
         find(**options)
     assert said in str(caught.value)
-    assert torch.equal(shared.weight, weights)

@@ -14,7 +14,6 @@ from tritonclip.commands.cli import main
 from tritonclip.messages import printable
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
-pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
 COMMANDS = ("doctor", "run", "find", "suggest", "plot")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.advice.series import EPS, moves, two_digits
-from tritonclip.advice.trials import Training, Trial
+from tritonclip.advice.trials import Training, Trial, kept_random_states
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.rules import Rule
@@ -307,63 +307,56 @@ def _mildness(clip: Clip) -> float:
 
 @outside_inference
 def find_max_norm(
-    make: Callable[[], Any],
-    batches: Any,
+    train: Callable[[Callable[[Any], Tensor | None]], Generator[Any, None, Any]],
     *,
-    loss: Callable[[Any, Any], Any] | None = None,
     limits: Sequence[float] | None = None,
     rules: Sequence[Rule] = (),
     steps: int = 200,
     seeds: int | Sequence[int] = 3,
-    held_out: Iterable[Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
     """Tries limits on your own training, and says with which it goes best.
 
-    Each trial is a short training that begins with the same weights, random state and batches, and
-    differs in its limit. All limits train with the first seed, the best three with the second, and
-    the best two with each other one. No limit is always among them. A trial whose loss is NaN or
-    inf ends there, and one whose limit is above every norm is not run. With three seeds they are 12
-    to 16 trials, 23 at most, and fewer where trials diverge.
+    Each trial is a short training, which begins with the same random numbers as all others of its
+    seed, and differs in its limit. All limits train with the first seed, the best three with the
+    second, and the best two with each other one. No limit is always among them. A trial whose loss
+    is NaN or inf ends there, and one whose limit is above every norm is not run. With three seeds
+    they are 12 to 16 trials, 23 at most, and fewer where trials diverge.
 
     Example:
         >>> import torch, tritonclip
-        >>> def make():
+        >>> def train(clip):
         ...     model = torch.nn.Linear(4, 1)
-        ...     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> batches = [torch.randn(8, 4, generator=generator) for _ in range(40)]
-        >>> for i in range(5, 40, 10):
-        ...     batches[i] *= 1000  # a corrupt one
-        >>> found = tritonclip.find_max_norm(
-        ...     make, batches, loss=lambda model, x: (model(x) - x[:, :1]).square().mean(), steps=40
-        ... )
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     for step in range(40):
+        ...         batch = torch.randn(8, 4)
+        ...         if step % 10 == 5:
+        ...             batch *= 1000  # a corrupt one
+        ...         optimizer.zero_grad()
+        ...         loss = (model(batch) - batch[:, :1]).square().mean()
+        ...         loss.backward()
+        ...         clip(model.parameters())
+        ...         optimizer.step()
+        ...         yield loss
+        >>> found = tritonclip.find_max_norm(train, steps=40)
         >>> found.max_norm is not None
         True
 
-    Random states, the objects that `make` gives again and again, their gradients, optimizer states
-    and modes are afterwards as they were, also where the call raises or is interrupted. Other
-    things that your code changes stay changed. Within a process group, all processes call this with
-    the same arguments and get one answer: losses are averaged.
+    Random states of torch, Python and NumPy are afterwards as they were, also where the call raises
+    or is interrupted. Within a process group, all processes call this with the same arguments and
+    get one answer: losses are averaged.
 
     Args:
-        make: a function that gives `(model, optimizer)`, or a step function
-            `step(batch, clip) -> loss`, which calls `clip(parameters)` where `clip_grad_norm_`
-            would stand: closures, loss scaling, schedulers and accumulation belong there. It is
-            called for each trial; a step function has to train new parameters each time. It may
-            give the same model and optimizer again: they are put back.
-        batches: an iterable, such as a list or a DataLoader, which is iterated again where it ends;
-            or a function that gives one. Of an iterator, which gives each batch once, `steps`
-            batches are kept.
-        loss: `loss(model, batch)`, for a model and an optimizer. None: the model is called with the
-            batch, and its output is the loss or has it as `.loss`, as in Hugging Face.
+        train: a generator function, called for each trial after torch, `random` and NumPy were
+            seeded. It makes its model, optimizer and data, calls `clip(parameters)` in each step
+            where `clip_grad_norm_` would stand, and yields the loss of the step, a number or a
+            scalar tensor. `clip` takes the parameters of :func:`clip_` and returns the norm before
+            clipping. After `steps` losses the generator is closed, unless it ends there by itself
+            and returns a loss, such as that of held-out data: this one judges the trial then.
         limits: to try; None for those around the median of the first norms.
         rules: that compete with limits, such as ``[ClipByQuantile(0.9)]``.
         steps: of a trial: enough to see whether training goes well.
         seeds: how many, or a list.
-        held_out: batches whose mean loss judges a trial at its end: an iterable that ends, or a
-            function that gives one; a step function then comes with its loss, `(step, evaluate)`.
-            None: the median of the last quarter of the training losses judges it.
         progress: called with the steps so far and the most there will be, first before any step.
             None: the most there will be are written to stderr.
 
@@ -371,25 +364,25 @@ def find_max_norm(
         The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
         the limits that are not distinguishable from the best: the mildest that works. It is never a
         limit that was clearly worse than none in any of up to seven seeds. `reason` says where
-        trials were too short to tell.
+        trials were too short to tell. Without a loss that `train` returns, the median of the last
+        quarter of the losses judges a trial.
 
     Raises:
-        TypeError: arguments of another kind, or a step that returns no loss.
-        ValueError: a first loss that is NaN or inf; held-out batches without an end; steps that
-            change no parameter, never call `clip`, or clip once more; batches that run out; fewer
-            than two limits and rules; a step function over parameters that were trained before.
-        RuntimeError: a loss that does not require grad.
+        TypeError: arguments of another kind, or a `train` that yields no loss.
+        ValueError: a first loss that is NaN or inf; a training that ends before `steps` steps,
+            changes no parameter, never calls `clip`, clips once more, or trains the parameters of
+            the trial before; fewer than two limits and rules.
         KeyboardInterrupt: an interrupt before any two candidates can be compared; a later one ends
             the search, and the answer is what is known by then.
     """
     refuse_tracer()
     chosen = _checked_seeds(seeds)
     steps = as_count("steps", steps, 4)
-    training = Training(make, batches, loss, held_out)
+    training = Training(train)
     spent = 0
 
     def run(position: int, clip: Clip) -> Trial:
-        return training.run(chosen[position], position / len(chosen), clip, steps, tick)
+        return training.run(chosen[position], clip, steps, tick)
 
     def tick() -> None:
         nonlocal spent
@@ -406,15 +399,14 @@ def find_max_norm(
             f"find_max_norm: at most {budget:,} training steps, {search.most} times {steps:,}; "
             "Ctrl-C ends it with what is known then\n"
         )
-    with training.untouched():
-        training.begin(chosen[0], steps)
+    with kept_random_states(), torch.enable_grad():
         search.run()
     last = search.last
     clip, best, equals = choose(last)
     found = {
         c: _candidate(c, steps, chosen, trials) for c, trials in {**search.trials, **last}.items()
     }
-    reason = _reason(found[clip], found[best], found[math.inf], last, training.optimizer)
+    reason = _reason(found[clip], found[best], found[math.inf], last, training.learning_rate)
     reason += _on_length([trials[0] for trials in search.trials.values()], steps)
     if search.is_interrupted:
         reason += (
@@ -433,7 +425,7 @@ def find_max_norm(
             )
         ),
         spent=spent,
-        is_held_out=held_out is not None,
+        is_held_out=last[best][0].held_out is not None,
         is_interrupted=search.is_interrupted,
     )
 
@@ -482,7 +474,11 @@ def _candidate(clip: Clip, steps: int, seeds: list[int], trials: Trials) -> Cand
 
 
 def _reason(
-    chosen: Candidate, best: Candidate, none: Candidate, last: dict[Clip, Trials], optimizer: Any
+    chosen: Candidate,
+    best: Candidate,
+    none: Candidate,
+    last: dict[Clip, Trials],
+    learning_rate: float | None,
 ) -> str:
     """The verdict in sentences."""
     n = len(chosen.seeds)
@@ -513,14 +509,13 @@ def _reason(
                 "good, and help as clearly, the largest changes the least."
             )
         if chosen.clipped_share >= _NEARLY_ALL:
-            text += _on_smaller_steps(chosen, optimizer)
+            text += _on_smaller_steps(chosen, learning_rate)
     if n < 2:
         text += " One seed cannot say how sure this is: pass seeds=3 or more."
     elif len({*none.losses}) == 1 and math.isfinite(none.losses[0]):
         text += (
             " All seeds gave the same losses, so that they say nothing on how sure this is: draw "
-            "weights or batches from torch's random numbers, and pass a function that makes a "
-            "generator, not the generator, which gives its batches once."
+            "weights or batches from torch's random numbers."
         )
     return text
 
@@ -541,11 +536,8 @@ def _on_length(trials: list[Trial], steps: int) -> str:
     )
 
 
-def _on_smaller_steps(chosen: Candidate, optimizer: Any) -> str:
-    rate = ""
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    if is_sgd and isinstance(lr := optimizer.param_groups[0].get("lr"), float):
-        rate = f", here {lr * chosen.scale:.2g},"
+def _on_smaller_steps(chosen: Candidate, learning_rate: float | None) -> str:
+    rate = "" if learning_rate is None else f", here {learning_rate * chosen.scale:.2g},"
     return (
         f" It is below {chosen.clipped_share:.0%} of the norms, and acts as a smaller step of even "
         f"length: with SGD, {chosen.scale:.2g} times the learning rate{rate} takes steps of the "

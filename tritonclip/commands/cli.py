@@ -1,20 +1,18 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-Figures and the progress bar of `find` need the extra `monitor`, which is imported where it is used.
+Figures need the extra `monitor`, which is imported where it is used.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
 import importlib
 import math
 import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"python -m tritonclip {chosen.command} needs {package}, which is not installed; "
             'expected the extra: pip install "tritonclip[monitor]". python -m tritonclip suggest '
-            "works without it, and so does find without --figure",
+            "works without it",
             file=sys.stderr,
         )
         return 1
@@ -133,29 +131,20 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 def _add_find(command: argparse.ArgumentParser) -> None:
     """The arguments of `find`, those of `find_max_norm`."""
     command.add_argument(
-        "target",
+        "train",
         metavar="MODULE:NAME",
-        help="a function without arguments, imported from the current folder, that gives (model, "
-        "optimizer), or a step function step(batch, clip) that returns the loss",
+        help="a generator function train(clip), in a module that can be imported from here or in "
+        "a file (train.py:train): it makes its model, optimizer and data, calls clip(parameters) "
+        "in each step and yields the loss",
     )
-    for name, about in (
-        ("batches", "an iterable of batches, or a function that gives one (MODULE:batches)"),
-        ("loss", "a function loss(model, batch); by default the model's output or its .loss"),
-        (
-            "held-out",
-            "batches, or a function that gives some, whose loss judges the limits; by default "
-            "the training loss does",
-        ),
-        ("rules", "a list of rules, which compete with limits"),
-    ):
-        command.add_argument(f"--{name}", metavar="MODULE:NAME", help=about)
+    command.add_argument(
+        "--rules", metavar="MODULE:NAME", help="a list of rules, which compete with limits"
+    )
     command.add_argument(
         "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
     )
     command.add_argument("--steps", type=_at_least(4), default=200, help="of a trial (200)")
     command.add_argument("--seeds", type=_at_least(1), default=3, help="how many (3)")
-    command.add_argument("--figure", type=Path, metavar="FILE", help="a .png or .svg file to draw")
-    command.add_argument("--csv", type=Path, metavar="FILE", help="for the loss of every trial")
 
 
 def _add_history(command: argparse.ArgumentParser) -> None:
@@ -275,71 +264,48 @@ def _fail(error: BaseException) -> int:
 
 
 def _object_of(target: str) -> Any:
-    """The object that MODULE:NAME says; the module may lie in the current folder."""
-    module, _, name = target.partition(":")
-    if not (module and name) or "/" in module or module.endswith(".py"):
-        raise ValueError(f"expected MODULE:NAME, as in package.mymodule:make, got {target!r}")
-    folder = str(Path.cwd())
-    if not {"", folder} & set(sys.path):
-        sys.path.insert(0, folder)
+    """The object that MODULE:NAME or FILE.py:NAME says; a module may lie in the current folder."""
+    module, _, name = target.rpartition(":")
+    if not (module and name):
+        raise ValueError(
+            f"expected MODULE:NAME or FILE.py:NAME, as in package.mymodule:train, got {target!r}"
+        )
+    folder = Path.cwd()
+    if module.endswith(".py"):
+        file = Path(module).resolve()
+        if not file.is_file():
+            raise ValueError(f"expected a file, got {module}; there is none in {folder}")
+        folder, module = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
     return operator.attrgetter(name)(importlib.import_module(module))
 
 
 def find(chosen: argparse.Namespace) -> int:
     """Prints the answer of `find_max_norm`; returns 1 where there is none."""
-    if chosen.figure:
-        from tritonclip.advice import finder_plot
-        from tritonclip.advice.plot import check_path
-
-        check_path(chosen.figure)
     try:
-        module = chosen.target.partition(":")[0]
-        batches = chosen.batches or f"{module}:batches"
-        arguments = [*map(_object_of, (chosen.target, batches))]
-        others = {
-            name: _object_of(target)
-            for name in ("loss", "held_out", "rules")
-            if (target := getattr(chosen, name))
-        }
-        others |= {name: getattr(chosen, name) for name in ("limits", "steps", "seeds")}
-        with _progress() as progress:
-            found = tritonclip.find_max_norm(*arguments, **others, progress=progress)
+        found = tritonclip.find_max_norm(
+            _object_of(chosen.train),
+            limits=chosen.limits,
+            rules=_object_of(chosen.rules) if chosen.rules else (),
+            steps=chosen.steps,
+            seeds=chosen.seeds,
+            progress=_show_progress,
+        )
     except KeyboardInterrupt:
         print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
         return 130
     except (Exception, SystemExit) as error:
         return _fail(error)
     print(found)
-    if chosen.figure:
-        finder_plot.save(chosen.figure, found)
-        print(chosen.figure)
-    if chosen.csv:
-        rows = [
-            (one.name, seed, one.steps, loss)
-            for one in found.candidates
-            for seed, loss in zip(one.seeds, one.losses, strict=True)
-        ]
-        with chosen.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("limit", "seed", "steps", "loss"), *rows])
-        print(chosen.csv)
     return 0
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Shows steps as a bar; None where rich is missing."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError:
-        yield None
-        return
-    text = TextColumn("{task.completed:,} of at most {task.total:,} steps; Ctrl-C: an answer now")
-    columns = (BarColumn(), text, TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=0)
-        yield lambda done, most: bar.update(task, completed=done, total=most)
+def _show_progress(done: int, most: int) -> None:
+    """Shows every twentieth of the steps."""
+    if done * 20 // most != (done - 1) * 20 // most:
+        print(f"{done:,} of at most {most:,} steps; Ctrl-C: an answer now", file=sys.stderr)
 
 
 def suggest(chosen: argparse.Namespace) -> int:
