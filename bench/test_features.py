@@ -26,7 +26,7 @@ from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
 from bench.providers import sgd_of
 from bench.samples import Timed
-from bench.test_host import recorder, step_of
+from bench.test_host import recorder
 from bench.workloads import WORKLOADS, named
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -63,7 +63,7 @@ class Feature(NamedTuple):
 
 
 FEATURES: dict[str, Feature] = {}
-TWO, THREE = ("small_10", "mlp8"), ("small_10", "mlp8", "resnet50")
+THREE = ("small_10", "mlp8", "resnet50")
 
 
 def feature(name: str, providers: Sequence[str], *arguments: Iterable[str]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def listed(name: str, dtype: str = "float32") -> Gradients:
     return Gradients(WORKLOADS[name], dtype, CPU)
 
 
-def clipped(gradients: Gradients, limit: float = math.inf) -> list[Tensor]:
+def clipped(gradients: Gradients, limit: float) -> list[Tensor]:
     """The gradients, clipped by global norm in float64."""
     return [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
 
@@ -127,47 +127,6 @@ def norms_by_name(workload: str) -> Calls:
 
     truth = [torch.tensor(gradients.norms, dtype=torch.float64)]
     return Calls((ours, loop, foreach), truth, 1e-2)
-
-
-@feature("loss_outliers", ("tritonclip", "lists of tensors"), TWO)
-def loss_outliers(workload: str) -> Calls:
-    """A step of SGD that is skipped where norm or loss is an outlier among the last 128."""
-    gradients = listed(workload)
-    parameters, sgd, loss = gradients.parameters, sgd_of(gradients.parameters), torch.ones(())
-    norms, losses = (deque([torch.ones(())] * 128, maxlen=129) for _ in range(2))
-
-    def by_lists() -> None:
-        # As OLMo-core does it.
-        norms.append(clip_grad_norm_(parameters, 1e9))
-        losses.append(loss)
-        taken = True
-        for history in (norms, losses):
-            std, mean = torch.std_mean(torch.stack(list(history)[:-1]))
-            taken = taken and bool(history[-1] - mean <= 6 * std + 1e-6 * mean)
-        if taken:
-            sgd.step()
-
-    ours = step_of(parameters, 1e9, skip_above=tritonclip.Outlier(), loss=True)
-    return Calls((ours, by_lists), clipped(gradients), changed=gradients.grads)
-
-
-@feature("own_quantile", ("tritonclip", "loop"), THREE)
-def own_quantile(workload: str) -> Calls:
-    """Each gradient clipped to a quantile of its own last 100 norms."""
-    gradients = listed(workload)
-    rule, state = tritonclip.ClipByOwnQuantile(), tritonclip.ClipState()
-    histories: list[deque[Tensor]] = [deque(maxlen=100) for _ in gradients.grads]
-
-    def loop() -> None:
-        for grad, history in zip(gradients.grads, histories, strict=True):
-            norm = grad.norm()
-            history.append(norm)
-            limit = torch.quantile(torch.stack(list(history)), 0.9)
-            if norm > limit * (1 + 1e-6):
-                grad.mul_(limit / norm)
-
-    ours = partial(tritonclip.clip_, gradients.parameters, rule, state=state)
-    return Calls((ours, loop), clipped(gradients), changed=gradients.grads)
 
 
 RECORDED = ("tritonclip", "tritonclip, no recorder", "loop", "foreach")

@@ -61,7 +61,6 @@ CALLS: dict[str, Callable[[list[Tensor]], Callable[[], Any]]] = {
     "clip_(flat, 1.0)": lambda own: partial(tritonclip.clip_, tritonclip.FlatGradients(own), 1.0),
     "ClippedOptimizer(SGD).step()": lambda own: tritonclip.ClippedOptimizer(sgd_of(own), 1.0).step,
 }
-OUTLIER = tritonclip.Outlier()
 FIXED, BY_TORCH = "a fixed limit", "torch: clip_grad_norm_, step"
 LAUNCHED = [f"norm and scale: {by}" for by in ("JIT", "library", "compiled kernel")]
 T = TypeVar("T")
@@ -118,30 +117,15 @@ def recorder(**options: bool) -> tritonclip.Recorder:
     return FILES.enter_context(tritonclip.record(Path(folder, "run.csv"), **options))
 
 
-def step_of(
-    parameters: list[Tensor], clip: Any = 1e9, *, loss: bool = False, **options: Any
-) -> Callable[[], Any]:
-    """A wrapped step of SGD with options of the wrapper, before which a loss is set or not."""
-    optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options)
-    step: Callable[[], Any] = optimizer.step
-    value = torch.ones((), device=parameters[0].device)
-
-    def with_loss() -> None:
-        optimizer.loss = value
-        step()
-
-    return with_loss if loss else step
+def step_of(parameters: list[Tensor], clip: Any = 1e9, **options: Any) -> Callable[[], Any]:
+    """A wrapped step of SGD with options of the wrapper."""
+    step: Callable[[], Any] = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options).step
+    return step
 
 
 # What a step may have beside a fixed limit, and the goal in microseconds over the step without it.
 FEATURES: dict[str, tuple[Callable[[list[Tensor]], Callable[[], Any]], float]] = {
     FIXED: (step_of, 0.0),
-    "ClipByQuantile": (partial(step_of, clip=tritonclip.ClipByQuantile()), 15.0),
-    "ClipByZScore": (partial(step_of, clip=tritonclip.ClipByZScore()), 15.0),
-    "ClipByOwnHistory": (partial(step_of, clip=tritonclip.ClipByOwnHistory()), 15.0),
-    "ClipByOwnQuantile": (partial(step_of, clip=tritonclip.ClipByOwnQuantile()), 15.0),
-    "skip_above=Outlier()": (partial(step_of, skip_above=OUTLIER), 15.0),
-    "skip_above=Outlier(), loss": (partial(step_of, skip_above=OUTLIER, loss=True), 25.0),
     "skip_above=1e9": (partial(step_of, skip_above=1e9), 15.0),
     'nonfinite="skip"': (partial(step_of, nonfinite="skip"), 10.0),
     'nonfinite="error"': (partial(step_of, nonfinite="error"), 10.0),

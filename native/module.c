@@ -138,7 +138,6 @@ static int has_numbers(PyObject *numbers, Py_ssize_t n) {
     return 0;
 }
 
-#include "moments.h"
 
 /* Runs a job unless there is an error, and frees it; returns None, or NULL with the error. */
 static PyObject *finish(Job *job) {
@@ -475,9 +474,6 @@ static PyMethodDef methods[] = {
     {"dots", FAST(dots), NULL},
     {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
-    {"advance_averages", FAST(advance_averages), NULL},
-    {"advance_quantiles", FAST(advance_quantiles), NULL},
-    {"mean_and_deviation", FAST(mean_and_deviation), NULL},
     {"kernel", FAST(kernel), NULL},
     {"launch", FAST(launch), NULL},
     {"use_plain_loops", use_plain_loops, METH_O, NULL},

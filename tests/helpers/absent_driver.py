@@ -138,12 +138,7 @@ def clip_again(driver: ctypes.CDLL) -> bool:
 
 
 def launch_others(dtype: torch.dtype) -> None:
-    """The kernels of adaptive rules and of units."""
-    norms, state = torch.ones(4, dtype=dtype), torch.zeros(4, 2, dtype=torch.float64)
-    for rule in ("zscore", "quantile", "outlier"):
-        triton.advance(rule, (1.0,) * 4, state.flatten(), state.flatten(), norms, dtype, 2.0, 1.0)
-    triton.advance_each((1.0,) * 4, state, state, None, norms)
-    triton.advance_each((1.0,) * 4, state, state, torch.arange(4), norms)
+    """The kernels of units."""
     row = torch.empty(64, 512, dtype=dtype)
     units = triton_units.TritonUnitLayout([row], [row], torch.promote_types(dtype, torch.float32))
     batch = units.bind([row], [row], 2 * [row.data_ptr()])

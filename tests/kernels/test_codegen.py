@@ -71,19 +71,6 @@ def _scale_each(table: Any, p: float, variant: str) -> None:
     _batch(table).scale_each_(norms, Clip(p, EPS, number, number, _flag(variant)))
 
 
-def _advance(table: Any, p: float, variant: str) -> None:
-    """With a loss scale in a tensor; for "own_history" with rows."""
-    backend = importlib.import_module("tritonclip.backends.triton")
-    norms, state = torch.empty(4, dtype=table.dtype), torch.empty(4, 2, dtype=torch.float64)
-    numbers, number = (1.0, 1.0, 1.0, 1.0), torch.ones(1)
-    if variant == "own_history":
-        rows = torch.zeros(4, dtype=torch.int64)
-        backend.advance_each(numbers, state, state, rows, norms)
-    else:
-        state = state.flatten()
-        backend.advance(variant, numbers, state, state, norms, table.dtype, p, number)
-
-
 def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
     units = importlib.import_module("tritonclip.backends.triton_units")
@@ -113,8 +100,6 @@ class Verb:
         return loops * (binary.per_tile + self.by_row * binary.per_rows)
 
 
-# One program reads a window, or a row of numbers for each gradient: no bandwidth counts.
-SINGLE = {"advance": Verb(_advance, 0, 0)}
 VERBS = {
     "norm": Verb(lambda table, p, kind: _batch(table).norm(p, per_gradient=kind == "each"), 1, 0),
     "scale": Verb(_scale, 1, 1),
@@ -205,7 +190,7 @@ def _record(case: Case, hip: bool) -> tuple[Launch, dict[str, Any]]:
         patch.setattr(kernel_module("launch"), "launch", record)
         n = 16 * kernel_module("access").CHUNK
         table = kernel_module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
-        (VERBS | SINGLE)[case.verb].launch(table, case.p, case.variant)
+        VERBS[case.verb].launch(table, case.p, case.variant)
         return launches[0], kernel_module("launch").options_of(launches[0].occupancy)
 
 
@@ -277,12 +262,6 @@ def binary(request, no_linker, tmp_path_factory):
     )
 
 
-ALONE = [
-    Case("advance", target, dtype, p, kind)
-    for target in TARGETS
-    for kind in ("zscore", "quantile", "outlier", "loss", "own_history")
-    for dtype, p in ((torch.float32, 2.0), (torch.float64, 3.0), (torch.float32, torch.inf))
-]
 ALL = _cases()
 CUDA = [case for case in ALL if case.target != "gfx942"]
 AMD = [case for case in ALL if case.target == "gfx942"]
@@ -333,7 +312,7 @@ def test_main_loops_are_wide_in_machine_code(binary):
             assert_at_least(len(found), loops * binary.per_tile + verb.masked(loops, binary))
 
 
-@over([*CUDA, *(case for case in ALONE if case.target != "gfx942")])
+@over(CUDA)
 def test_kernel_spills_nothing_on_cuda(binary):
     usage = binary.usage()
     assert usage["STACK"] == 0
@@ -341,7 +320,7 @@ def test_kernel_spills_nothing_on_cuda(binary):
     assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
 
 
-@over([*AMD, *(case for case in ALONE if case.target == "gfx942")])
+@over(AMD)
 def test_kernel_spills_nothing_on_amd(binary):
     counts = binary.counts()
     assert counts["vgpr_spill_count"] == 0

@@ -30,9 +30,6 @@ from helpers.absent_gpu import absent_gpu  # noqa: E402
 from tritonclip.backends.interface import Clip  # noqa: E402
 from tritonclip.backends.triton import (  # noqa: E402
     TritonBatch,
-    advance,
-    advance_each,
-    launches_on,
 )
 from tritonclip.backends.triton_units import TritonUnitLayout  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
@@ -166,7 +163,7 @@ def test_every_kernel_is_handed_what_triton_hands_over(tmp_path, dtype):
     assert found["clipped"]
     assert set(found["kernels"]) == {
         *("norm_kernel", "scale_kernel", "scale_each_kernel", "clamp_kernel"),
-        *("advance_kernel", "advance_each_kernel", "unit_norms_kernel", "scale_units_kernel"),
+        *("unit_norms_kernel", "scale_units_kernel"),
     }
 
 
@@ -272,13 +269,11 @@ def by_triton(monkeypatch):
     monkeypatch.setattr(launch, "launch", launched)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "direct_stream", lambda device: 9)
-    launches_on.cache_clear()
-    yield seen, started
-    launches_on.cache_clear()
+    return seen, started
 
 
 class Batches:
-    """A batch of gradients, one of units, and the state of an adaptive rule."""
+    """A batch of gradients, and one of units."""
 
     def __init__(self) -> None:
         self.table = lay_out(torch.device("cpu"), torch.float32, [20000, 3], [16, 32])
@@ -288,8 +283,6 @@ class Batches:
         self.units = self.layout.bind([row], [row], [16, 32])
         half = TritonUnitLayout([row], [row.half()], torch.float32)
         self.mixed = half.bind([row], [row.half()], [16, 32])
-        self.state = torch.zeros(4, 2, dtype=torch.float64)
-        self.norms = torch.ones(4)
 
     def clip_each(self) -> None:
         norms = self.gradients.norm(2.0, per_gradient=True)
@@ -297,13 +290,6 @@ class Batches:
 
     def clip_units(self, units: Any, *numbers: Any) -> None:
         units.scale_each_(units.measure(), Clip(2.0, 1e-3, *numbers))
-
-    def advance(self, rule: str, grad_scale: Any = 1.0) -> None:
-        state, dtype = self.state.flatten(), torch.float32
-        advance(rule, (1.0,) * 4, state, state, self.norms, dtype, 2.0, grad_scale)
-
-    def advance_each(self, rows: torch.Tensor | None) -> None:
-        advance_each((1.0,) * 4, self.state, self.state, rows, self.norms)
 
 
 NUMBER = torch.tensor(2.0)
@@ -316,10 +302,6 @@ CALLS: dict[str, tuple[int, Callable[[Batches], Any]]] = {
     "units": (2, lambda on: on.clip_units(on.units, 0.1, 1.0)),
     "units, scaled": (2, lambda on: on.clip_units(on.units, torch.ones(1), NUMBER)),
     "units, weights of another dtype": (3, lambda on: on.clip_units(on.mixed, 0.1, 1.0)),
-    "z-score": (1, lambda on: on.advance("zscore")),
-    "quantile, scaled": (1, lambda on: on.advance("quantile", NUMBER)),
-    "own history": (1, lambda on: on.advance_each(None)),
-    "own history of rows": (1, lambda on: on.advance_each(torch.arange(4))),
 }
 
 
@@ -356,7 +338,7 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
     """Each stands for another binary, or another grid."""
     seen, started = by_triton
     on, number, flag = Batches(), torch.tensor(2.0), torch.tensor(True)
-    batch, units, rows = on.gradients, on.units, torch.arange(4)
+    batch, units = on.gradients, on.units
     norms, of_units = torch.empty(3).double(), torch.empty(2, 64).double()
     clips = [Clip(2.0, 0.0, *numbers) for numbers in forms_of_numbers(number)]
     other, last = Clip(1.0, 0.0, 1.0, 1.0), Clip(2.0, 0.0, 1.0, 1.0, flag)
@@ -380,12 +362,6 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
         *(partial(units.scale_each_, of_units, clip) for clip in (*clips, last)),
         lambda: units.total_each(of_units, 2.0, 1.0),
         lambda: units.norms_each(of_units),
-        lambda: on.advance("zscore"),
-        lambda: on.advance("quantile"),
-        lambda: on.advance("zscore", number),
-        lambda: on.advance("zscore", number.double()),
-        lambda: on.advance_each(None),
-        lambda: on.advance_each(rows),
     ]
     for form in forms:
         form()

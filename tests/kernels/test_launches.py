@@ -23,11 +23,7 @@ from helpers.graphs import captured_second_gpu
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
-    ClipByOwnHistory,
-    ClipByQuantile,
     ClipByValue,
-    ClipByZScore,
-    ClipState,
 )
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
@@ -103,34 +99,6 @@ def test_norms_by_name_of_a_step_launch_twice(tmp_path, device, launches, rule, 
     if rule.norm_type == 2.0 and not rule.per_gradient:
         measured = ["norm_kernel"] * 2, ["scale_kernel", "scale_each_kernel"]
     assert names(launches) == [*measured[0], *measured[1], expected[-1]]
-
-
-ADVANCED = ["norm_kernel", "advance_kernel", "scale_kernel"]
-STATES = [
-    pytest.param(ClipByQuantile(0.9, 50), ADVANCED, id="quantile"),
-    pytest.param(ClipByZScore(), ADVANCED, id="zscore"),
-    # The norm of each gradient is put together first.
-    pytest.param(
-        ClipByOwnHistory(), [*EACH, "advance_each_kernel", "scale_each_kernel"], id="own-history"
-    ),
-]
-
-
-@pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize(("rule", "expected"), STATES)
-def test_an_adaptive_limit_launches_once_more(device, launches, rule, expected, count):
-    given, state = parameters(of_sizes(range(1, count + 1), torch.float32, device)), ClipState()
-    for _ in range(2):
-        launches.clear()
-        tritonclip.clip_(given, rule, state=state)
-        assert names(launches) == expected
-
-
-@pytest.mark.parametrize(("rule", "expected"), STATES[:2])
-def test_an_adaptive_limit_launches_once_for_all_dtypes(device, launches, rule, expected):
-    tritonclip.clip_(parameters(of_dtypes(device)), rule, state=ClipState())
-    norm, advance, scale = expected
-    assert names(launches) == [*[norm] * 4, advance, *[scale] * 4]
 
 
 def test_get_total_norm_launches_two_kernels(device, launches):

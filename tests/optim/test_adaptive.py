@@ -59,6 +59,11 @@ def memory_of(optimizer: ClippedOptimizer) -> dict[str, Any]:
     return memory
 
 
+def n_norms(saved: dict[str, Any]) -> int:
+    """How many norms a window in a checkpoint has."""
+    return sum(not math.isnan(value) for value in saved["values"])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_step_clips_as_clip_with_a_state(rule):
     params, optimizer = wrapped(sgd, rule)
@@ -200,7 +205,7 @@ def test_a_step_that_a_later_evaluation_undoes_is_not_remembered(decided):
             optimizer.step(closure_of(params, optimizer, [1.0, *[later] * 8]))
     memory = memory_of(optimizer)["rule"]
     assert optimizer.stats.summary()["skipped_steps"] == 1
-    assert (int(memory["values"][-1]), memory["steps"]) == (1, 2)
+    assert (n_norms(memory), memory["steps"]) == (1, 2)
 
 
 def test_groups_remember_norms_of_their_own():
@@ -224,7 +229,7 @@ def test_a_closure_counts_one_norm_a_step():
     closure = closure_of(params, optimizer, [1.0] * 30)
     for _ in range(3):
         optimizer.step(closure)
-    assert int(memory_of(optimizer)["rule"]["values"][-1]) == 3
+    assert n_norms(memory_of(optimizer)["rule"]) == 3
 
 
 @pytest.mark.parametrize("rule", [*RULES[:2], pytest.param(1.5, id="fixed")])

@@ -302,14 +302,14 @@ def test_its_text_counts_calls():
 @pytest.mark.parametrize(
     ("rule", "at", "value"),
     [
-        (ClipByOwnQuantile(0.5, 4), -1, -2.0),
-        (ClipByOwnQuantile(0.5, 4), -1, math.nan),
+        (ClipByOwnQuantile(0.5, 4), 0, -2.0),
+        (ClipByOwnQuantile(0.5, 4), 0, math.inf),
         (ClipByOwnQuantile(0.5, 4), 3, 1.0),
         (ClipByOwnQuantile(0.5, 4), 0, 0.0),
         (ClipByOwnHistory(), 0, 0.0),
         (ClipByOwnHistory(), 1, 0.5),
     ],
-    ids=["count below 0", "count nan", "slot", "norm", "average", "count"],
+    ids=["below 0", "inf", "slot", "norm", "average", "count"],
 )
 def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
     """A last slot that is filled first, a norm and an average of 0, and half a count."""

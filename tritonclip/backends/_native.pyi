@@ -199,34 +199,6 @@ def combined(
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
     """Whether no two of these runs of bytes share one."""
 
-def advance_averages(
-    rows: int,
-    norms: list[float],
-    share: float,
-    ratio: float,
-    decay: float,
-    warmup: float,
-    max_norm: float,
-    /,
-) -> list[float]:
-    """The limits of `ClipByOwnHistory`, for the norm of each gradient.
-
-    `rows` is the address of float64[n, 2], the average and the number of norms of each gradient,
-    which advance. `share` is max_norm over the norm of all, for gradients in their warm-up.
-    """
-
-def advance_quantiles(
-    rows: int, norms: list[float], q: float, window: int, max_norm: float, /
-) -> list[float]:
-    """The limits of `ClipByOwnQuantile`, for the norm of each gradient.
-
-    `rows` is the address of float64[n, window + 1], a window and the number of norms of each
-    gradient, which advance.
-    """
-
-def mean_and_deviation(numbers: int, n: int, /) -> tuple[float, float]:
-    """Mean and sample deviation of n numbers of float64 at an address; n is 2 or more."""
-
 def kernel(
     driver: int,
     function: int,

@@ -4,8 +4,6 @@ Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
-from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from tritonclip.backends import native
 from tritonclip.backends.interface import Clip
-from tritonclip.kernels import adaptive, clamp, launch, norm, scale
+from tritonclip.kernels import clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.tables import KEPT, ChunkTable, ChunkTables
 
@@ -196,78 +194,6 @@ class TritonBatch:
                 TAIL=TAIL,
             )
         increment_version(self._tensors)
-
-
-def advance(
-    rule: str,
-    numbers: Sequence[float],
-    values: Tensor,
-    after: Tensor,
-    norms: Tensor,
-    dtype: torch.dtype,
-    norm_type: float,
-    grad_scale: float | Tensor,
-) -> Tensor:
-    """Advances the state of a rule by one norm, in one launch; returns the limit, float64, 0-d.
-
-    `rule` is a name in `kernels.adaptive`; `numbers` are three of the rule, and its largest limit.
-    `values` is the state, float64, 1-d, and `after` is for the one after; both may be the same. The
-    others are `backends.adaptive.Parts`.
-    """
-    limit = torch.empty((), dtype=torch.float64, device=values.device)
-    a, b, c, max_norm = map(float, numbers)
-    divisor, scaled = split(grad_scale, values.device)
-    arguments = (
-        *(norms, values, after, limit, divisor),
-        *(norms.numel(), values.numel() - 1, max_norm, a, scaled, b, c),
-    )
-    own = launches_on(values.device)
-    key = "advance", rule, dtype, norm_type, *dtypes_of(norms, divisor)
-    if not own.starts_again(key, *arguments):
-        own.launch(
-            key,
-            adaptive.advance_kernel,
-            1,
-            OCCUPANCY_2X128,
-            arguments,
-            RULE=rule,
-            P=norm_type,
-            DTYPE=launch.TL_DTYPES[dtype],
-            BLOCK=adaptive.BLOCK,
-        )
-    return limit
-
-
-def advance_each(
-    numbers: Sequence[float], values: Tensor, after: Tensor, rows: Tensor | None, norms: Tensor
-) -> Tensor:
-    """As `advance`, of one row of float64[any, 2] for each of 1-d norms; the limits, 1-d.
-
-    `rows` are those of the norms, int64, None for all in order. Others are not written.
-    """
-    limits = torch.empty(norms.numel(), dtype=torch.float64, device=values.device)
-    ratio, decay, warmup, max_norm = map(float, numbers)
-    arguments = (
-        *(norms, rows, values, after, limits),
-        *(norms.numel(), max_norm, ratio, decay, warmup),
-    )
-    own, key = launches_on(values.device), ("each", rows is None, norms.dtype)
-    if not own.starts_again(key, *arguments):
-        own.launch(
-            key,
-            adaptive.advance_each_kernel,
-            1,
-            OCCUPANCY_2X128,
-            arguments,
-            BLOCK=adaptive.BLOCK,
-        )
-    return limits
-
-
-@cache
-def launches_on(device: torch.device) -> launch.Launches:
-    """Launches without tables."""
-    return launch.Launches(device)
 
 
 def split(number: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:

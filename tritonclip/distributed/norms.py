@@ -98,9 +98,6 @@ class ReducedNorms(Norms):
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
-    def _parts(self) -> None:
-        """None: a state has the same bits in processes without gradients."""
-
     def in_order(self, results: list[Tensor]) -> Tensor:
         """The norm of each gradient here."""
         return self.norm_here()

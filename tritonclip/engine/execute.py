@@ -299,6 +299,8 @@ def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms)
         if are_lists and norms.per_gradient and len(limit) == norms.n_norms > 1:
             return limit
         limit = torch.tensor(limit, dtype=torch.float64, device="cpu")
+    if type(limit) is Tensor and limit.numel() == 1 and choose.host_decides(limit.device):
+        limit = limit.item()
     if not isinstance(limit, Tensor):
         limit = as_number(f"the limit of {rule.name}", limit)
         if limit < 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritonclip.backends import adaptive, choose
+from tritonclip.backends import choose
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.operators import (
@@ -23,7 +23,6 @@ from tritonclip.backends.operators import (
 from tritonclip.engine import units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
-from tritonclip.rules.rule import Adaptive
 from tritonclip.rules.state import upload
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ class Norms:
         )
 
     def numbers(self) -> float | list[float] | None:
+        """`norm` in numbers, where the host decides; None where it would wait for the device."""
         plan = self.plan
         if not choose.host_decides(plan.device):
             return None
@@ -86,16 +86,6 @@ class Norms:
     @property
     def device(self) -> torch.device:
         return self.plan.device
-
-    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        return adaptive.advance(rule, values, rows, self.norm, self._parts())
-
-    def _parts(self) -> adaptive.Parts | None:
-        """What the norm of all gradients is put together from, where that is on one device."""
-        plan, partials = self.plan, self.partials[0] if self.partials else None
-        if self.per_gradient or not isinstance(partials, Tensor) or partials.device != plan.device:
-            return None
-        return adaptive.Parts(partials, plan.dtype, self.norm_type, self.grad_scale)
 
     def norm_here(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""

@@ -11,13 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends import adaptive
+from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.monitor.stats import Flag
 from tritonclip.rules import ClipState, LossOutlier, Outlier
 from tritonclip.rules.arguments import as_limit
-from tritonclip.rules.rule import Adaptive
-from tritonclip.rules.state import Values
 
 # The keys of its states in checkpoints.
 OWNERS = OUTLIERS, LOSSES = "outliers", "losses"
@@ -27,44 +25,12 @@ class Judgement(NamedTuple):
     """Whether a step is an outlier; the states of its tests, and their values after this step."""
 
     flag: Flag
-    tests: Sequence[tuple[ClipState, Values]]
+    tests: Sequence[tuple[ClipState, Tensor]]
 
     def commit(self, overflow: Flag) -> None:
         """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
         for state, values in self.tests:
             state.commit(values, overflow)
-
-
-class _Norm(NamedTuple):
-    """A measured norm, as a state asks for it."""
-
-    value: float | Tensor
-
-    def norm(self) -> Tensor:
-        """The norm on its device."""
-        assert isinstance(self.value, Tensor)
-        return self.value
-
-    @property
-    def device(self) -> torch.device:
-        """Of the norm."""
-        return self.norm().device
-
-    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Limit and values after this norm."""
-        return adaptive.advance(rule, values, rows, self.norm)
-
-    def numbers(self) -> float | None:
-        """The norm, where the host decides."""
-        return None if isinstance(self.value, Tensor) else self.value
-
-    def sizes(self) -> Tensor:
-        """Not asked for."""
-        raise NotImplementedError
-
-    def positions(self) -> tuple[None, int]:
-        """Of one norm."""
-        return None, 1
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
@@ -147,13 +113,13 @@ class OutlierTest:
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor
-    ) -> tuple[Flag, tuple[ClipState, Values]]:
+    ) -> tuple[Flag, tuple[ClipState, Tensor]]:
         """Whether a number is an outlier; the state of the test, and its values after it."""
         state = self.states.get(owner)
         if state is None or not state.remembers(above):
             state = self.states[owner] = ClipState()
-        limit, values = state.advance(above, _Norm(number))
-        assert not isinstance(limit, list)
-        if isinstance(number, Tensor) and isinstance(limit, Tensor):
-            limit = limit.to(number.device)
-        return number > limit, (state, values)
+        if not isinstance(number, Tensor):
+            number = torch.tensor(number, dtype=torch.float64, device="cpu")
+        limit, values = state.advance(above, number)
+        flag = number > limit
+        return bool(flag) if choose.host_decides(flag.device) else flag, (state, values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -11,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -20,7 +18,7 @@ from tritonclip.rules.arguments import (
     as_number,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, rule
 
 
 @rule
@@ -79,7 +77,6 @@ class ClipByOwnHistory(AdaptiveRule):
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
-    in_kernel: ClassVar[tuple[str, ...]] = ("own_history", "ratio", "decay", "warmup")
 
     def start(self) -> Sequence[float]:
         """The average, inf before the first norm, and the number of norms."""
@@ -90,33 +87,18 @@ class ClipByOwnHistory(AdaptiveRule):
         average, n = state.unbind(-1)
         warm = n >= self.warmup
         max_norm = as_number("max_norm", self.max_norm)
-        by_global_norm = norm * (max_norm / torch.linalg.vector_norm(norm))
+        by_global_norm = norm / torch.linalg.vector_norm(norm) * max_norm
         # For a norm of inf, any finite limit gives the coefficient 0.
-        by_global_norm = torch.where(norm.isinf(), max_norm, by_global_norm)
+        by_global_norm = by_global_norm.masked_fill(norm == math.inf, max_norm)
         limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), by_global_norm)
 
         clipped = torch.minimum(norm, limit)
-        moving = self.decay * average + (1 - self.decay) * clipped
-        moving = torch.where(warm, moving, torch.minimum(average, clipped))
-        after = torch.stack([moving, n + 1], dim=-1)
-        return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
+        moving = clipped.lerp(average, self.decay)
+        average = torch.where(warm, moving, torch.minimum(average, clipped))
+        after = torch.stack([average, n + 1], dim=-1)
+        # Beside a norm that is NaN or inf, the others are clipped to NaN or 0.
+        return limit, torch.where((clipped > 0)[..., None], after, state)
 
     def accepts(self, state: Tensor) -> bool:
         """Positive averages."""
         return bool((state[..., 0] > 0).all()) and are_counts(state[..., 1])
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        assert isinstance(norm, list)
-        assert isinstance(self.max_norm, float)
-        if not host_loops.has_extension:
-            return AdaptiveRule.advance_on_host(self, state, norm)
-        total = sum(norm)
-        if not math.isnan(total):
-            # Which hypot may lose.
-            total = math.hypot(*norm)
-        share = self.max_norm / total if total else math.nan
-        numbers, after = (self.ratio, self.decay, self.warmup, self.max_norm), state[:]
-        address, _ = after.buffer_info()
-        return host_loops.advance_averages(address, norm, share, *numbers), after

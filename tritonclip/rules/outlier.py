@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import as_count, as_positive
 from tritonclip.rules.quantile import are_windows, entered
 from tritonclip.rules.rule import Adaptive, checked, rule
@@ -62,50 +58,31 @@ class Outlier(Adaptive):
     # Half a window must have two norms for a sample deviation.
     window: int = checked(partial(as_count, least=4), default=128)
 
-    # What enters a window is finite, and greater than this.
-    _below: ClassVar[float] = 0.0
-    in_kernel: ClassVar[tuple[str, ...]] = ("outlier", "sigmas")
-
     def start(self) -> Sequence[float]:
-        """An empty window, and the number of norms, 0."""
-        return (*[math.nan] * self.window, 0.0)
+        """An empty window."""
+        return [math.nan] * self.window
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
-        is_filled = ~state[:-1].isnan()
-        n = is_filled.sum()
-        mean = torch.where(is_filled, state[:-1], 0.0).sum() / n
-        squares = torch.where(is_filled, state[:-1] - mean, 0.0).square().sum()
-        deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean.abs())
-        limit = mean + self.sigmas * deviation
-        limit = torch.where(n >= self.window // 2, limit, math.inf)
-        return limit, entered(state, norm, norm.isfinite() & (norm > self._below))
+        n = (state == state).sum(dtype=state.dtype)
+        mean = state.nansum() / n
+        deviation = ((state - mean).square().nansum() / (n - 1)).sqrt()
+        limit = mean.add(deviation.maximum(_LEAST_DEVIATION * mean.abs()), alpha=self.sigmas)
+        return limit.masked_fill(n < self.window // 2, math.inf), entered(state, norm)
 
     def accepts(self, state: Tensor) -> bool:
-        """A window of numbers that may enter it."""
-        return are_windows(state, self._below)
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        assert isinstance(norm, float)
-        if not host_loops.has_extension:
-            return Adaptive.advance_on_host(self, state, norm)
-        limit, n = math.inf, int(state[-1])
-        if n >= self.window // 2:
-            address, _ = state.buffer_info()
-            mean, deviation = host_loops.mean_and_deviation(address, min(n, self.window))
-            limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
-        if self._below < norm < math.inf:
-            state = state[:]
-            state[n % self.window] = norm
-            state[-1] = n + 1
-        return limit, state
+        """A window of norms."""
+        return are_windows(state)
 
 
 @rule
 class LossOutlier(Outlier):
     """The test of :class:`Outlier` for losses, which may be negative or 0."""
 
-    _below: ClassVar[float] = -math.inf
-    in_kernel: ClassVar[tuple[str, ...]] = ("loss", "sigmas")
+    def counts(self, norm: Tensor) -> Tensor:
+        """Whether a loss is finite."""
+        return norm - norm == 0
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of losses."""
+        return are_windows(state, -math.inf)

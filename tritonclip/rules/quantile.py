@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -11,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -19,7 +17,7 @@ from tritonclip.rules.arguments import (
     as_limit_or_schedule,
     as_norm_type,
 )
-from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, bounded, checked, rule
 
 
 @rule
@@ -31,31 +29,24 @@ class _ByQuantile(AdaptiveRule):
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
 
     def start(self) -> Sequence[float]:
-        """An empty window, and the number of norms, 0."""
-        return (*[math.nan] * self.window, 0.0)
+        """An empty window."""
+        return [math.nan] * self.window
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile of the window, or of each, this norm included."""
-        state = entered(state, norm, counts(norm))
-        quantile = torch.nanquantile(state[..., :-1], self.quantile, dim=-1)
-        limit = torch.where(quantile.isnan(), math.inf, quantile)
-        return bounded(limit, self.max_norm), state
+        window = torch.where(self.counts(norm)[..., None], entered(state, norm), state)
+        # Empty slots come last.
+        norms, _ = window.sort()
+        rank = (
+            (window == window).sum(-1, keepdim=True, dtype=window.dtype).sub(1).mul(self.quantile)
+        )
+        low, high = norms.gather(-1, rank.long()), norms.gather(-1, rank.ceil().long())
+        limit = low.lerp(high, rank.frac()).squeeze(-1)
+        return bounded(limit.nan_to_num(math.inf, math.inf), self.max_norm), window
 
     def accepts(self, state: Tensor) -> bool:
         """Windows of norms."""
         return are_windows(state)
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        assert isinstance(self.max_norm, float)
-        if not host_loops.has_extension:
-            return AdaptiveRule.advance_on_host(self, state, norm)
-        norms = norm if isinstance(norm, list) else [norm]
-        numbers, after = (self.quantile, self.window, self.max_norm), state[:]
-        address, _ = after.buffer_info()
-        limits = host_loops.advance_quantiles(address, norms, *numbers)
-        return limits if isinstance(norm, list) else limits[0], after
 
 
 @rule
@@ -102,8 +93,6 @@ class ClipByQuantile(_ByQuantile):
     """
 
     norm_type: float = checked(as_norm_type, default=2.0)
-
-    in_kernel: ClassVar[tuple[str, ...]] = ("quantile", "quantile")
 
 
 @rule
@@ -160,17 +149,13 @@ class ClipByOwnQuantile(_ByQuantile):
     per_gradient: ClassVar[bool] = True
 
 
-def are_windows(rows: Tensor, least: float = 0.0) -> bool:
-    """Whether rows are windows and the count of what entered, all above `least`; [..., w + 1]."""
-    slots, n = rows[..., :-1], rows[..., -1:]
-    filled = torch.arange(slots.shape[-1]) < n
-    fits = torch.where(filled, slots.isfinite() & (slots > least), slots.isnan())
-    return bool(fits.all()) and are_counts(n)
+def are_windows(windows: Tensor, least: float = 0.0) -> bool:
+    """Whether windows have numbers above `least`, and empty slots, which are NaN, at their ends."""
+    empty = windows.isnan()
+    fits = (empty | (windows.isfinite() & (windows > least))).all()
+    return bool(fits) and bool((empty[..., 1:] >= empty[..., :-1]).all())
 
 
-def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
-    """State [..., w + 1] after one more norm [...], which takes the oldest slot if it `enters`."""
-    history, n = state[..., :-1], state[..., -1:]
-    slot = torch.remainder(n, history.shape[-1]).long()
-    after = torch.cat([history.scatter(-1, slot, norm[..., None]), n + 1], dim=-1)
-    return torch.where(enters[..., None], after, state)
+def entered(windows: Tensor, norm: Tensor) -> Tensor:
+    """Windows [..., w] after one more norm [...]: the newest is first, and the oldest drops out."""
+    return torch.cat([norm[..., None], windows[..., :-1]], dim=-1)

@@ -8,7 +8,6 @@ docs/architecture.md lists the edits for one of these.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -46,16 +45,6 @@ class Measured(Protocol):
         0-d; 1-d, one norm a gradient, for a rule that is `per_gradient`. Gradients that only other
         processes have are among them.
         """
-
-    def numbers(self) -> float | list[float] | None:
-        """`norm` in numbers, where the host decides; None where it would wait for the device."""
-
-    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The limit, and all values after `Adaptive.advance` of these rows, None for all."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of the norm."""
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
@@ -252,22 +241,17 @@ class Adaptive(_Checked):
 
     Its state is one tensor, float64 where the device has it. One tensor is moved, saved and
     replaced as a whole. `advance` is a pure function of tensors: it never waits for the device, and
-    a step that is skipped leaves no trace. Where the host decides, `advance_on_host` takes its
-    place, a pure function of numbers: on a few numbers, calling an operator costs more than the
-    arithmetic.
+    a step that is skipped leaves no trace. On a few numbers, calling an operator costs more than
+    its arithmetic: `advance` has few.
     """
 
     __slots__ = ()
-    # The branch of `tritonclip.kernels.adaptive` that does the same by one launch, and the names of
-    # its numbers, at most three; () where none does.
-    in_kernel: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Drops other forms of `advance` where a class or mixin overrides it."""
+        """Drops the check of states where a class or mixin overrides `advance`."""
         super().__init_subclass__()
-        for name in ("in_kernel", "advance_on_host", "accepts"):
-            if _overrides(cls, "advance", name):
-                setattr(cls, name, getattr(Adaptive, name))
+        if _overrides(cls, "advance", "accepts"):
+            cls.accepts = Adaptive.accepts  # type: ignore[method-assign]
 
     def start(self) -> Sequence[float]:
         """The k numbers of the state before the first call, such as ``(0.0, 0.0)``."""
@@ -279,8 +263,8 @@ class Adaptive(_Checked):
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The limit for a norm, and the state after that norm.
 
-        A pure function of tensors, which changes neither. A norm that is NaN, inf or 0 must not
-        change the state.
+        A pure function of tensors, which changes neither. Where a norm does not count, the state
+        stays as it was, whatever is returned.
 
         Args:
             state: float64[k]; float64[n, k] for a rule that is `per_gradient`, of n gradients.
@@ -298,17 +282,10 @@ class Adaptive(_Checked):
         """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
         return True
 
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        """As `advance`, in numbers of float64 on the host; by `advance` unless a rule has its own.
-
-        The state, row after row, must not change. A rule that is per gradient has a list of norms.
-        """
-        norms = torch.tensor(norm, dtype=torch.float64, device="cpu")
-        values = torch.frombuffer(state, dtype=torch.float64).view(*norms.shape, -1)
-        limit, after = advanced(self, values, norms)
-        return limit.tolist(), array("d", after.flatten().tolist())
+    def counts(self, norm: Tensor) -> Tensor:
+        """Whether norms may enter a state: those that are finite and not 0."""
+        # 0 < norm, and NaN < norm where it is NaN or inf. To compare with a number takes longer.
+        return norm - norm < norm
 
 
 class AdaptiveRule(Adaptive, Rule):
@@ -326,8 +303,7 @@ class AdaptiveRule(Adaptive, Rule):
         ...     def start(self):
         ...         return (0.0,)
         ...     def advance(self, state, norm):
-        ...         seen = torch.where(norm.isfinite(), norm, 0.0)
-        ...         largest = torch.maximum(state[..., 0], seen)
+        ...         largest = torch.maximum(state[..., 0], norm)
         ...         return self.share * largest, largest[..., None]
         >>> weight, state = torch.zeros(2, requires_grad=True), tritonclip.ClipState()
         >>> for size in (8.0, 5.0):
@@ -374,11 +350,6 @@ def needs_state(name: str) -> ValueError:
     )
 
 
-def counts(norm: Tensor) -> Tensor:
-    """Whether norms may enter a state: those that are finite and not 0."""
-    return torch.isfinite(norm) & (norm > 0)
-
-
 def are_counts(numbers: Tensor) -> bool:
     """Whether all numbers may be counts of norms."""
     return bool(((numbers >= 0) & numbers.isfinite() & (numbers == numbers.floor())).all())
@@ -386,15 +357,21 @@ def are_counts(numbers: Tensor) -> bool:
 
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
     """A limit that is at most `max_norm`, a number in the rule of a step."""
-    return limit.clamp(max=as_number("max_norm", max_norm))
+    return limit if max_norm == math.inf else limit.clamp(max=as_number("max_norm", max_norm))
 
 
 def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """`rule.advance`; TypeError where the shapes of a user's results are not those expected."""
+    """The limit for a norm, and the state after it, which is that before where none counts.
+
+    Raises:
+        TypeError: the shapes of a user's results are not those expected.
+    """
     result = rule.advance(state, norm)
     expected = [norm.shape, state.shape]
     if isinstance(result, tuple) and [getattr(item, "shape", None) for item in result] == expected:
-        return result
+        limit, after = result
+        counts = rule.counts(norm)
+        return limit, torch.where(counts[:, None] if counts.dim() else counts, after, state)
     got = repr(result)
     if isinstance(result, tuple):
         got = str([tuple(item.shape) if isinstance(item, Tensor) else item for item in result])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.modes import outside_inference
-from tritonclip.rules.rule import Adaptive, Measured, Rule, kind_of
+from tritonclip.rules.rule import Adaptive, Measured, Rule, advanced, kind_of
 
 # Of saved values, which programs may have cast.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# The state of a rule: a tensor on its device; where the host decides, its numbers.
-Values: TypeAlias = "Tensor | array[float]"
 
 
 class ClipState:
@@ -55,9 +52,8 @@ class ClipState:
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # A row, or one for each parameter. No step changes numbers: copies may share them.
-        self._values: Values | None = None
-        self._shape: tuple[int, ...] = ()
+        # A row, or one for each parameter.
+        self._values: Tensor | None = None
         # Values from elsewhere, which no rule has seen; and the rule that has seen them.
         self._is_loaded, self._known_rule = False, None
         # Of the list, for a rule with one row of values.
@@ -83,25 +79,16 @@ class ClipState:
             rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
                 None for all.
         """
-        values = self._as_tensor()
+        values = self._values
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
         return {**counts, "values": None if values is None else values.tolist()}
 
-    @outside_inference
-    def _as_tensor(self, device: torch.device | None = None) -> Tensor | None:
-        """The values, on a device, without a wait for it; where the host decides, a copy."""
-        values = self._values
-        if isinstance(values, array):
-            values = torch.frombuffer(values[:], dtype=torch.float64).view(self._shape)
-        if values is None or device is None:
-            return values
-        # Some devices have no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        if (values.device, values.dtype) == (device, dtype):
-            return values
-        return values.to(device, dtype, non_blocking=values.device.type == "cpu")
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the values: `(k,)`, or `(n, k)` with a row for each parameter; () before the first."""
+        return () if self._values is None else tuple(self._values.shape)
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -140,9 +127,7 @@ class ClipState:
         copied = outside_inference(torch.clone)
         if values is not None:
             values = copied(values.detach(), memory_format=torch.contiguous_format)
-        self._values, self._is_loaded = values, values is not None
-        self._shape = () if values is None else tuple(values.shape)
-        self._known_rule = None
+        self._values, self._is_loaded, self._known_rule = values, values is not None, None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list = state["parameters"], ()
 
@@ -165,7 +150,7 @@ class ClipState:
             shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
         ):
             return False
-        values = self._as_tensor() if self._is_loaded else None
+        values = self._values if self._is_loaded else None
         if values is not None and not values.is_meta:
             values = values.to("cpu", torch.float64)
             if not rule.accepts(values):
@@ -178,34 +163,26 @@ class ClipState:
         return True
 
     def advance(
-        self, rule: Any, measured: Measured, numbering: Numbering | None = None
-    ) -> tuple[float | list[float] | Tensor, Values]:
-        """The limit for the measured norms, and the values after them, for `commit`.
+        self,
+        rule: Adaptive,
+        norm: Tensor,
+        rows: Sequence[int] | None = None,
+        n: int | None = None,
+        *,
+        grows: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The limit for a norm, and all values after it, for `commit`; on the norm's device.
 
-        `numbering` has the rows of the parameters, as they are now; None for all in order.
+        For a rule that remembers the norm of each of n parameters, `rows` are those of the norms,
+        None for all in order. Only if it `grows` may n be more than before.
         """
-        rows, n, grows = None, None, numbering is not None
-        if getattr(rule, "per_gradient", False):
-            rows, n = _rows_of(measured, numbering)
-        elif not grows:
-            self._n_parameters = measured.positions()[1]
-        norm = measured.numbers()
-        device = measured.device if norm is None else None
-        values = self._values_on(device, rule, n, grows=grows)
-        if norm is None or isinstance(values, Tensor):
-            assert isinstance(values, Tensor)
-            index = None if rows is None else self._index_of(rows, values.device)
-            return measured.advance(rule, values, index)
+        values = self._values_on(norm.device, rule, n, grows=grows)
+        norm = norm.to(values.dtype)
         if rows is None:
-            result: tuple[Any, Values] = rule.advance_on_host(values, norm)
-            return result
-        width, picked, placed = self._shape[1], array("d"), values[:]
-        for row in rows:
-            picked.extend(values[row * width : (row + 1) * width])
-        limit, after = rule.advance_on_host(picked, norm)
-        for at, row in enumerate(rows):
-            placed[row * width : (row + 1) * width] = after[at * width : (at + 1) * width]
-        return limit, placed
+            return advanced(rule, values, norm)
+        index = self._index_of(rows, values.device)
+        limit, after = advanced(rule, values[index], norm)
+        return limit, values.index_copy(0, index, after)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """ValueError for a list that is not the one that the state knows, of n parameters.
@@ -233,29 +210,38 @@ class ClipState:
         if len(parameters) > len(self._list):
             self._list = list(parameters)
 
+    @outside_inference
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to copies of the parameters.
-        return {**self.__dict__, "_list": (), "_known_rule": None}
+        # A copy belongs to copies of the parameters, and a step writes to its own values.
+        values = None if self._values is None else self._values.clone()
+        return {**self.__dict__, "_list": (), "_known_rule": None, "_values": values}
 
     def _values_on(
-        self, device: torch.device | None, rule: Any, n: int | None, *, grows: bool
-    ) -> Values:
-        """The values on a device, numbers for None: one row, or one for each of n parameters."""
-        values, shape, n_new = self._values, self._shape, 0
+        self, device: torch.device, rule: Adaptive, n: int | None, *, grows: bool
+    ) -> Tensor:
+        """The values on a device, without a wait for it: one row, or one for each of n."""
+        values = self._values
+        n_known = 0 if values is None else len(values)
         if n is not None:
             self.begin_as(rule)
-            n_known = shape[0] if shape else 0
-            n_new = n - n_known
-            if shape and (n_new < 0 or (n_new and not grows)):
+            if values is not None and n != n_known and (n < n_known or not grows):
                 raise _other_list(n_known, n)
-        if values is None or n_new:
-            self._kind, row = kind_of(rule), array("d", rule.start())
-            known = array("d") if values is None else _numbers_of(values)
-            self._values = values = row if n is None else known + row * n_new
-            self._shape = (len(row),) if n is None else (n, len(row))
-        self._values = values = _numbers_of(values) if device is None else self._as_tensor(device)
-        assert values is not None
+        # Some devices have no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if values is None or values.device != device or values.dtype != dtype or n_known < (n or 0):
+            self._kind = kind_of(rule)
+            start = upload(rule.start(), dtype, device)
+            values = self._values = self._moved(start, None if n is None else n - n_known)
         return values
+
+    @outside_inference
+    def _moved(self, start: Tensor, n_new: int | None) -> Tensor:
+        """The values on the device of those of the start, and as many new rows of these."""
+        values, rows = self._values, start if n_new is None else start.repeat(n_new, 1)
+        if values is None:
+            return rows
+        values = values.to(start, non_blocking=values.device.type == "cpu")
+        return torch.cat([values, rows]) if n_new else values
 
     def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
         """Positions on the device; uploaded where they differ from those of the last call."""
@@ -264,19 +250,16 @@ class ClipState:
             self._index = key, upload(positions, torch.int64, device)
         return self._index[1]
 
-    def commit(self, values: Values | None, left_out: bool | Tensor) -> None:
+    def commit(self, values: Tensor | None, left_out: bool | Tensor) -> None:
         """Ends a step: counts it, and keeps its values unless it was left out."""
         self._steps += 1
-        if values is None or left_out is True:
-            return
         before = self._values
-        if isinstance(values, array) and isinstance(before, array):
-            self._values = before if left_out else values
-        elif isinstance(values, Tensor) and isinstance(before, Tensor):
-            if isinstance(left_out, Tensor):
-                values = torch.where(left_out.to(values.device), before, values)
-            # In place, for CUDA graphs.
-            before.copy_(values)
+        if values is None or before is None or left_out is True:
+            return
+        if isinstance(left_out, Tensor):
+            values = torch.where(left_out.to(values.device), before, values)
+        # In place, for CUDA graphs.
+        before.copy_(values)
 
     def __repr__(self) -> str:
         calls = "1 call" if self._steps == 1 else f"{self._steps} calls"
@@ -328,11 +311,6 @@ def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-def _numbers_of(values: Values) -> array[float]:
-    """Values as numbers; waits for their device."""
-    return array("d", values.flatten().tolist()) if isinstance(values, Tensor) else values
-
-
 # Returns the row of each parameter of a list, None for all rows in order; and their number.
 Numbering = Callable[[], tuple[Sequence[int] | None, int]]
 
@@ -353,7 +331,7 @@ class BoundRule(Rule):
 
     _limit: float | list[float] | Tensor | None = None
     _list: Sequence[Tensor] = ()
-    _values: Values | None = None
+    _values: Tensor | None = None
 
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self.state, self._numbering = rule, state, numbering
@@ -362,7 +340,15 @@ class BoundRule(Rule):
         """The limit of the call; the same, however often it is asked for."""
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
-                self._limit, self._values = self.state.advance(self.rule, measured, self._numbering)
+                rows, n = None, None
+                if self.per_gradient:
+                    rows, n = _rows_of(measured, self._numbering)
+                elif self._numbering is None:
+                    self.state._n_parameters = measured.positions()[1]
+                grows = self._numbering is not None
+                self._limit, self._values = self.state.advance(
+                    self.rule, measured.norm(), rows, n, grows=grows
+                )
             else:
                 self._limit = self.rule.limit(measured)
         return self._limit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -19,7 +18,7 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, counts, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, rule
 
 # Added to the deviation, as in ZClip: the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
@@ -80,7 +79,6 @@ class ClipByZScore(AdaptiveRule):
     norm_type: float = checked(as_norm_type, default=2.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
-    in_kernel: ClassVar[tuple[str, ...]] = ("zscore", "threshold", "decay", "warmup")
 
     def start(self) -> Sequence[float]:
         """Mean, variance, and number of norms."""
@@ -90,47 +88,19 @@ class ClipByZScore(AdaptiveRule):
         """The limit of a spike, inf for other norms; the moments, with the norm after clipping."""
         mean, variance, n = state.unbind()
         warm = n >= self.warmup
-        deviation = variance.sqrt()
-        z = (norm - mean) / (deviation + _LEAST_DEVIATION)
-        reduced = mean + self.threshold * deviation * (self.threshold / z)
+        deviation, excess = variance.sqrt(), norm - mean
+        z = excess / (deviation + _LEAST_DEVIATION)
+        reduced = mean.addcdiv(deviation, z, value=self.threshold**2)
         limit = torch.where(warm & (z > self.threshold), reduced, math.inf)
 
-        value = torch.minimum(norm, limit)
-        moved = value - mean
-        # Welford's update during the warm-up.
-        plain_mean = mean + moved / (n + 1)
-        plain_variance = (variance * n + moved * (value - plain_mean)) / (n + 1)
-        moving_mean = self.decay * mean + (1 - self.decay) * value
-        moving_variance = self.decay * variance + (1 - self.decay) * (value - moving_mean).square()
-        moving = torch.stack([moving_mean, moving_variance, n + 1])
-        plain = torch.stack([plain_mean, plain_variance, n + 1])
-        after = torch.where(counts(norm), torch.where(warm, moving, plain), state)
-        return bounded(limit, self.max_norm), after
+        value, n = torch.minimum(norm, limit), n + 1
+        # During the warm-up, the update is Welford's.
+        weight = n.reciprocal().masked_fill(warm, 1 - self.decay)
+        mean = mean.lerp(value, weight)
+        rest = value - mean
+        variance = variance.lerp(rest * torch.where(warm, rest, excess), weight)
+        return bounded(limit, self.max_norm), torch.stack([mean, variance, n])
 
     def accepts(self, state: Tensor) -> bool:
         """Finite moments, which are not negative."""
         return bool(((state >= 0) & state.isfinite()).all()) and are_counts(state[-1])
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float, array[float]]:
-        """As `advance`, bit for bit."""
-        assert isinstance(norm, float)
-        assert isinstance(self.max_norm, float)
-        mean, variance, n = state
-        warm, deviation = n >= self.warmup, math.sqrt(variance)
-        z, limit = (norm - mean) / (deviation + _LEAST_DEVIATION), math.inf
-        if warm and z > self.threshold:
-            limit = mean + self.threshold * deviation * (self.threshold / z)
-        if 0 < norm < math.inf:
-            value = min(norm, limit)
-            moved = value - mean
-            if warm:
-                mean = self.decay * mean + (1 - self.decay) * value
-                moved = value - mean
-                variance = self.decay * variance + (1 - self.decay) * (moved * moved)
-            else:
-                mean += moved / (n + 1)
-                variance = (variance * n + moved * (value - mean)) / (n + 1)
-            state = array("d", (mean, variance, n + 1))
-        return min(limit, self.max_norm), state
