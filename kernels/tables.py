@@ -67,10 +67,10 @@ class ChunkTable(Launches):
 class UnitTable(Launches):
     """Gradients and weights of one device, as kernels see them.
 
-    `arguments` are addresses, int64[2, n_tensors], of gradients, then of weights, 0 for one without
-    a limit; forms, int64[n_tensors, 4]: rows, their length, and the places of the first partial
-    norm and of the first unit; pieces, int64[n_pieces, 4]: tensor, first row, number of rows, and
-    chunk within the row.
+    `arguments` are addresses, int64[2, n_tensors], of gradients, then of weights; forms,
+    int64[n_tensors, 4]: rows, their length, and the places of the first partial norm and of the
+    first unit; pieces, int64[n_pieces, 4]: tensor, first row, number of rows, and chunk within the
+    row.
 
     Attributes:
         dtype: of the gradients.

@@ -144,8 +144,8 @@ def unit_norms_kernel(
     """One program measures the pieces program_id, program_id + grid, ... of one side after another.
 
     Side 0 is all gradients, side 1 all weights. addresses_ptr: int64[2, n_tensors]; forms_ptr:
-    int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4]; norms_ptr: float64[2, n_norms], inf where
-    there is no address.
+    int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4]; norms_ptr: float64[2, n_norms], or [1,
+    n_norms] where gradients alone are measured.
     """
     ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
@@ -160,9 +160,7 @@ def unit_norms_kernel(
         chunks = chunks_of(length, CHUNK)
         out_ptr = norms_ptr + side * n_norms + first + row * chunks + chunk
         row_address = address + row * length * ITEMSIZE
-        if (address == 0) & (length > 0):
-            _store_unlimited(out_ptr, n_rows, ROWS)
-        elif length <= SHORT:
+        if length <= SHORT:
             x_ptr = any_pointer(row_address, 0, DTYPE)
             _measure_rows(x_ptr, n_rows, length.to(tl.int32), out_ptr, LANE, ROWS, COLUMNS, 1)
         elif (length <= MEDIUM) & are_wide(row_address, length, DTYPE):
@@ -176,14 +174,6 @@ def unit_norms_kernel(
                 scale, total = chunk_norm(row_address, start, n, DTYPE, 2.0, CHUNK, BLOCK)
                 tl.store(out_ptr + i, norm_of(scale, total, 2.0))
                 row_address += length * ITEMSIZE
-
-
-@triton.jit
-def _store_unlimited(out_ptr, n_rows, ROWS: tl.constexpr):
-    """Stores inf for every row of weights that set no limit."""
-    for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        tl.store(out_ptr + rows, tl.full([ROWS], INF, tl.float64), mask=rows < n_rows)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 
 import tritonclip
 from helpers.cases import parameter
-from tritonclip import ClipByQuantile, ClipByUnitNorm, ClippedOptimizer, clip_, functional, hints
+from tritonclip import ClipByQuantile, ClippedOptimizer, clip_, functional, hints
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -45,11 +45,6 @@ VALUES: list[tuple[Callable[[], object], str]] = [
         "clip_(parameters, ClipByValue(-0.5, 0.5))",
     ),
     (lambda: ClipByQuantile(90), "must lie between 0 and 1, got 90.0; write 0.9 for 90%"),
-    (
-        lambda: ClipByUnitNorm(exclude="head"),  # type: ignore[arg-type]
-        "got 'head' of type str at position 0; write exclude=model.head, or "
-        "exclude=model.head.parameters()",
-    ),
 ]
 
 

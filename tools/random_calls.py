@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import random
@@ -259,8 +258,6 @@ def clip(choice: random.Random, digest: Digest) -> None:
     grads, follows = Gradients(choice), choice.random() < 0.4
     make, options = random_rule(choice, follows=follows), random_options(choice, POLICIES)
     rule = digest.call(make)
-    if isinstance(rule, tritonclip.ClipByUnitNorm) and choice.random() < 0.3:
-        rule = digest.call(dataclasses.replace, rule, exclude=grads.params[:2])
     if follows and choice.random() < 0.97:
         options["state"] = ClipState()
     for _ in range(6 if follows else 3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -20,7 +20,6 @@ from tritonclip.engine.checks import (
     POLICIES,
     REMEDY,
     TORCH_REMEDY,
-    refuse_other_model,
     unknown_policy,
 )
 from tritonclip.engine.gradients import Gradients
@@ -199,7 +198,7 @@ def clip_tensors_(
 
     Raises:
         TypeError: parameters, modules and other tensors that require grad: this would clip the
-            weights. Also a rule with `exclude`, and what :func:`clip_` cannot clip.
+            weights. Also what :func:`clip_` cannot clip.
         ValueError, RuntimeError: for the reasons of :func:`clip_`.
     """
     return clip_gradients_(
@@ -235,8 +234,11 @@ def clip_gradients_(
         rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
-    if are_gradients and (rule.per_unit or rule.excludes):
-        raise _needs_parameters(rule)
+    if are_gradients and rule.per_unit:
+        raise TypeError(
+            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
+            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
+        )
     if is_compiling or (n_dispatch_modes() and is_traced()):
         return compiled.clip_(
             *(call, argument, rule, nonfinite, grad_scale, state, process_group, copies),
@@ -258,14 +260,9 @@ def clip_gradients_(
     try:
         if grad_scale is not None:
             scale = as_grad_scale(grad_scale)
-        if state is not None or rule.excludes:
-            members: Sequence[Tensor] = gradients.sources or ()
-            if state is not None:
-                rule = following = follow(rule, state)
-            if rule.excludes:
-                refuse_other_model(rule, members)
-            if following is not None:
-                following.check_list(members)
+        if state is not None:
+            rule = following = follow(rule, state)
+            following.check_list(gradients.sources or ())
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
@@ -277,19 +274,6 @@ def clip_gradients_(
     if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm
-
-
-def _needs_parameters(rule: Rule) -> TypeError:
-    """The error for tensors under a rule that knows parameters."""
-    if rule.per_unit:
-        return TypeError(
-            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
-            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
-        )
-    return TypeError(
-        f"{rule.name} excludes parameters, and tensors that are no gradients of them cannot be "
-        "among these; expected a rule without exclude, and a list without those tensors"
-    )
 
 
 def _collect_tensors(

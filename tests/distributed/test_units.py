@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     Partial,
     Placement,
@@ -24,7 +23,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import tritonclip
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
-from helpers.refusing import check_raises, is_first, named_parameters
 from helpers.spread import (
     assert_same_everywhere,
     local,
@@ -63,17 +61,13 @@ def check(parameters: Sequence[Any], rule: ClipByUnitNorm = RULE, **options: Any
     # Of a replicated one, the whole is the local tensor.
     grads = [whole(one.grad).clone() for one in parameters]
     weights = [whole(one.detach()) for one in parameters]
-    exempt = rule.exempt(parameters)
     with CommDebugMode() as mode:
         norms = tritonclip.clip_(parameters, rule, **options)
     assert mode.get_total_counts() == 1
     assert_norm(norms, [float(grad.norm(dtype=torch.float64)) for grad in grads])
     assert_same_everywhere(norms)
-    for one, grad, weight, free in zip(parameters, grads, weights, exempt, strict=True):
-        if free:
-            assert torch.equal(whole(one.grad), grad)
-        else:
-            assert_clipped(whole(one.grad), expected(grad, weight, rule))
+    for one, grad, weight in zip(parameters, grads, weights, strict=True):
+        assert_clipped(whole(one.grad), expected(grad, weight, rule))
 
 
 @in_processes(2, 4)
@@ -91,7 +85,6 @@ def test_clip_by_unit_of_shards() -> None:
         parameter((5,), None, (), 9),
     ]
     check(parameters)
-    check(parameters, ClipByUnitNorm(0.01, exclude=[parameters[0], parameters[2]]))
 
 
 @in_processes(2)
@@ -187,8 +180,11 @@ def test_clip_by_unit_agrees_on_nan_of_one_process(policy: Any) -> None:
 def test_clipped_optimizer_by_unit_over_fsdp_trains_as_one_process() -> None:
     def train(*, sharded: bool) -> list[torch.Tensor]:
         model: Any = sharded_network(sharded=sharded)
-        rule = ClipByUnitNorm(0.02, exclude=model[2])
-        optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), rule)
+        groups = [
+            {"params": model[:2].parameters()},
+            {"params": model[2:].parameters(), "clip": None},
+        ]
+        optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.5), ClipByUnitNorm(0.02))
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, step, sharded=sharded).backward()
@@ -197,27 +193,3 @@ def test_clipped_optimizer_by_unit_over_fsdp_trains_as_one_process() -> None:
         return [whole(one.detach()) for one in model.parameters()]
 
     torch.testing.assert_close(train(sharded=True), train(sharded=False), rtol=1e-5, atol=1e-6)
-
-
-@in_processes(2)
-def test_clip_by_unit_says_that_fully_shard_replaced_what_was_excluded() -> None:
-    model = nn.Linear(4, 4)
-    rule = ClipByUnitNorm(exclude=model)
-    fully_shard(model, mesh=mesh_of(-1))
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match="after fully_shard"):
-        tritonclip.clip_(model, rule)
-
-
-@pytest.mark.parametrize("call", ["clip", "step"])
-@in_processes(2)
-def test_rule_that_excludes_no_parameter_of_one_process_raises_everywhere(call: str) -> None:
-    plain = list(named_parameters().values())
-    other = torch.nn.Parameter(torch.ones(2))
-    rule = ClipByUnitNorm(exclude=other if is_first() else plain[0])
-    optimizer = ClippedOptimizer(torch.optim.SGD(plain, lr=0.1), rule)
-    calls: dict[str, Callable[[], object]] = {
-        "clip": lambda: tritonclip.clip_(plain, rule),
-        "step": optimizer.step,
-    }
-    check_raises(calls[call], ValueError, "none of which is among", [one.grad for one in plain])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -244,16 +245,15 @@ UNIT_SHAPES = [(5, 8), (3, 700), (70,), (2, 2)]
 def test_compiled_clip_by_unit_is_eager_clip_by_unit(device, policy, scale):
     """Clipped, below the limit, and clipped again: one graph must serve them all."""
     ours, eager = make_units(UNIT_SHAPES, device=device), make_units(UNIT_SHAPES, device=device)
-    rules = [ClipByUnitNorm(exclude=parameters[1]) for parameters in (ours, eager)]
 
-    def step(parameters, rule):
-        return tritonclip.clip_(parameters, rule, nonfinite=policy, grad_scale=scale)
+    def step(parameters):
+        return tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite=policy, grad_scale=scale)
 
     traced = compiled(step)
     for size in (1.0, 1e-6, 30.0):
         fill(ours, size)
         fill(eager, size)
-        assert_bits([traced(ours, rules[0])], [step(eager, rules[1])])
+        assert_bits([traced(ours)], [step(eager)])
         assert_bits(map(grad_of, ours), map(grad_of, eager))
 
 
@@ -261,12 +261,12 @@ def test_compiled_clip_by_unit_is_eager_clip_by_unit(device, policy, scale):
 def test_compiled_clip_by_unit_follows_the_rule(device):
     parameters = make_units(UNIT_SHAPES, device=device)
     traced = compiled(lambda rule: tritonclip.clip_(parameters, rule))
-    for kept in (0, 1, 3):
+    for ratio in (0.01, math.inf, 0.0):
         fill(parameters)
         before = copies(map(grad_of, parameters))
-        traced(ClipByUnitNorm(exclude=parameters[kept]))
+        traced(ClipByUnitNorm(ratio))
         same = [*map(torch.equal, copies(map(grad_of, parameters)), before)]
-        assert same == [kept == i for i in range(len(UNIT_SHAPES))]
+        assert same == [ratio == math.inf] * len(UNIT_SHAPES)
 
 
 @pytest.mark.covering(0)
@@ -280,15 +280,6 @@ def test_compiled_clip_by_unit_reads_the_weights_of_the_call(device):
         traced()
         expected = torch.full((5,), 0.5 * size * 8**0.5)
         torch.testing.assert_close(grad_of(one).norm(dim=1).cpu(), expected)
-
-
-@pytest.mark.covering(0)
-def test_compiled_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device):
-    theirs, ours = make_units(UNIT_SHAPES, device=device), make_units(UNIT_SHAPES, device=device)
-    step = compiled(lambda rule: tritonclip.clip_(ours, rule))
-    refused = pytest.raises(Exception, match="none of which is among")
-    with unchanged(map(grad_of, ours)), refused:
-        step(ClipByUnitNorm(0.0, exclude=theirs))
 
 
 @pytest.mark.covering(0)

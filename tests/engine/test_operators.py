@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[list[Any]], Any]] = {
     "order inf": lambda params: tritonclip.clip_(params, ClipByGlobalNorm(1.0, torch.inf)),
     "each norm": lambda params: tritonclip.clip_(params, ClipByNorm(0.5)),
     "value": lambda params: tritonclip.clip_(params, ClipByValue(-0.3, 0.2)),
-    "unit": lambda params: tritonclip.clip_(params, ClipByUnitNorm(0.01, exclude=params[1])),
+    "unit": lambda params: tritonclip.clip_(params, ClipByUnitNorm(0.01)),
     "zero": lambda params: tritonclip.clip_(params, 1.0, nonfinite="zero"),
     "error": lambda params: tritonclip.clip_(params, 1.0, nonfinite="error"),
     "grad_scale": lambda params: tritonclip.clip_(params, 1.0, grad_scale=number(4.0, params)),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -35,7 +33,7 @@ from tritonclip import ClipByUnitNorm
 def test_rule_by_unit_has_the_papers_defaults():
     rule = ClipByUnitNorm()
     assert (rule.ratio, rule.eps) == (0.01, 1e-3)
-    assert repr(rule) == "ClipByUnitNorm(ratio=0.01, eps=0.001, exclude=None)"
+    assert repr(rule) == "ClipByUnitNorm(ratio=0.01, eps=0.001)"
 
 
 @pytest.mark.parametrize("argument", ["ratio", "eps"])
@@ -55,14 +53,11 @@ def test_rule_by_unit_refuses_an_infinite_eps():
 
 
 def test_rule_by_unit_is_frozen_and_compares_by_value():
-    layer = torch.nn.Linear(2, 2)
-    rule = ClipByUnitNorm(0.1, exclude=layer)
+    rule = ClipByUnitNorm(0.1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.ratio = 1.0  # type: ignore[misc]
-    assert rule == ClipByUnitNorm(0.1, exclude=[layer.weight, layer.bias]) == copy.copy(rule)
-    assert hash(rule) == hash(copy.copy(rule))
-    assert rule != ClipByUnitNorm(0.1)
-    assert dataclasses.replace(rule, ratio=0.2).exclude == rule.exclude
+    assert rule == ClipByUnitNorm(0.1) != ClipByUnitNorm(0.2)
+    assert hash(rule) == hash(ClipByUnitNorm(0.1))
 
 
 @pytest.mark.covering(1 if INTERPRETED else 2)
@@ -198,7 +193,7 @@ def test_clip_by_unit_names_gradients_that_are_not_finite(device):
 def test_clip_by_unit_zeroes_everything_where_a_norm_is_not_finite(device):
     parameters = make([(5, 8), (3, 700), (70,)], device=device)
     grad_of(parameters[1])[2, 5] = math.inf
-    tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[0]), nonfinite="zero")
+    tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite="zero")
     assert not any(grad_of(one).any() for one in parameters)
     parameters = make([(5, 8)], device=device)
     check_clip(parameters, ClipByUnitNorm(), nonfinite="zero")
@@ -265,7 +260,7 @@ def test_clip_by_unit_waits_for_no_device(backend, device, policy):
     if backend.host_decides:
         pytest.skip("a CPU is not waited for")
     parameters = make(device=device)
-    rule = ClipByUnitNorm(exclude=parameters[0])
+    rule = ClipByUnitNorm()
     tritonclip.clip_(parameters, rule, nonfinite=policy)
     with NoHostRead():
         tritonclip.clip_(parameters, rule, grad_scale=4.0, nonfinite=policy)
@@ -283,7 +278,7 @@ def test_verify_agrees_with_clip_by_unit(device, policy, kind, dtype):
         grad_of(parameters[0])[2] = 0
     elif kind != "normal":
         grad_of(parameters[0])[2, 1] = float(kind)
-    rule = ClipByUnitNorm(exclude=parameters[3])
+    rule = ClipByUnitNorm()
     with tritonclip.verify():
         tritonclip.clip_(parameters, rule, nonfinite=policy)
         tritonclip.clip_(parameters, rule, nonfinite=policy, grad_scale=4.0)
@@ -302,69 +297,6 @@ def test_verify_finds_a_wrong_unit(backend, monkeypatch):
         tritonclip.clip_(parameters, ClipByUnitNorm())
 
 
-def test_an_exhausted_iterator_excludes_nothing_and_raises():
-    used = torch.nn.Linear(2, 2).parameters()
-    list(used)
-    with pytest.raises(ValueError, match=r"got a generator that yields nothing.*exclude=None"):
-        ClipByUnitNorm(0.01, exclude=used)
-    assert ClipByUnitNorm(0.01, exclude=[]).excludes == 0
-
-
-@pytest.mark.parametrize("exclude", ["head", ["head"], [1.0], {"head": 1}], ids=repr)
-def test_rule_by_unit_refuses_to_exclude_what_is_no_parameter(exclude):
-    with pytest.raises(TypeError, match=r"exclude must be a module, a parameter.*got"):
-        ClipByUnitNorm(exclude=exclude)
-
-
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-def test_rule_by_unit_copied_with_a_model_excludes_the_copys_parameters(again):
-    model = torch.nn.Linear(2, 2)
-    rule, twin = again((ClipByUnitNorm(exclude=model.bias), model))
-    assert rule.exempt([model.bias, twin.bias, twin.weight]) == [False, True, False]
-
-
-def test_clip_by_unit_leaves_what_is_excluded(device):
-    parameters = make([(5, 8), (3, 700), (70,), (2, 2)], device=device)
-    rule = ClipByUnitNorm(1e-4, exclude=[parameters[1], parameters[2]])
-    before = copies(map(grad_of, parameters))
-    norms = tritonclip.clip_(parameters, rule)
-    assert_norm(norms, [float(np.linalg.norm(wide(g))) for g in before])
-    now = copies(map(grad_of, parameters))
-    assert_bits(now[1:3], before[1:3])
-    assert all((a.abs() < b.abs()).all() for a, b in zip(now[::3], before[::3], strict=True))
-
-
-def test_clip_by_unit_unscales_what_is_excluded(device):
-    parameters = make([(5, 8), (3, 700)], device=device)
-    before = copies(map(grad_of, parameters))
-    tritonclip.clip_(parameters, ClipByUnitNorm(0.0, exclude=parameters[1]), grad_scale=4.0)
-    assert_bits([grad_of(parameters[1])], [before[1] / 4])
-
-
-def test_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device):
-    """As a rule does that was not copied with its model: nothing would be excluded."""
-    theirs, ours = make([(5, 8), (2,)], device=device), make([(5, 8), (2,)], device=device)
-    before = copies(map(grad_of, ours))
-    rule = ClipByUnitNorm(0.0, exclude=theirs[1])
-    with pytest.raises(ValueError, match=r"1 parameters, none of which is among the 2.*deepcopy"):
-        tritonclip.clip_(ours, rule)
-    assert_bits(copies(map(grad_of, ours)), before)
-
-
-@pytest.mark.parametrize("way", ["frozen", "need_clip"])
-def test_clip_by_unit_excludes_parameters_without_a_gradient(device, way):
-    parameters = make([(5, 8), (2,)], device=device)
-    if way == "frozen":
-        parameters[1].requires_grad_(False)
-        parameters[1].grad = None
-    else:
-        parameters[1].need_clip = False  # type: ignore[attr-defined]
-    tritonclip.clip_(parameters, ClipByUnitNorm(0.0, exclude=parameters[1]))
-    assert not grad_of(parameters[0]).any()
-
-
 def test_clip_by_unit_leaves_out_what_needs_no_clipping(device):
     parameters = make([(5, 8), (3, 7)], device=device)
     parameters[0].need_clip = False  # type: ignore[attr-defined]
@@ -372,15 +304,3 @@ def test_clip_by_unit_leaves_out_what_needs_no_clipping(device):
     assert tritonclip.clip_(parameters, ClipByUnitNorm(0.0)).shape == (1,)
     assert_bits([grad_of(parameters[0])], before[:1])
     assert not grad_of(parameters[1]).any()
-
-
-def test_clip_by_unit_of_another_rule_excludes_others(device):
-    """The form of the list is the same, so that all but the rule is known."""
-    parameters = make([(5, 8), (3, 700)], device=device)
-    for kept in (0, 1, 0):
-        for i, one in enumerate(parameters):
-            grad_of(one).copy_(normal(one.shape, seed=i))
-        before = copies(map(grad_of, parameters))
-        tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[kept]))
-        now = copies(map(grad_of, parameters))
-        assert [*map(torch.equal, now, before)] == [kept == 0, kept == 1]

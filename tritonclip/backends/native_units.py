@@ -58,7 +58,7 @@ class NativeUnitLayout(TorchUnitLayout):
         return _Form(lengths.tobytes(), code, array("q", self.counts).tobytes())
 
     def bind(
-        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+        self, grads: list[Tensor], weights: list[Tensor], addresses: list[int]
     ) -> "NativeUnits":
         # The loops leave out what has no address.
         for i in self.with_gaps:
@@ -77,7 +77,7 @@ class NativeUnits(TorchUnits):
     def __init__(
         self,
         grads: list[Tensor],
-        weights: list[Tensor | None],
+        weights: list[Tensor],
         addresses: list[int],
         layout: NativeUnitLayout,
     ) -> None:
@@ -95,16 +95,20 @@ class NativeUnits(TorchUnits):
             self._measure(self.weights, at[len(self._at) :], layout.weights, norms[1:])
         return norms
 
+    def norms_of_units(self) -> Sequence[Tensor]:
+        norms = torch.empty(1, self.layout.n_units, dtype=torch.float64, device="cpu")
+        self._measure(self.grads, self._at, self.layout.grads, norms)
+        of_units: Sequence[Tensor] = norms[0].split(self.layout.counts)
+        return of_units
+
     def _measure(
-        self, tensors: Sequence[Tensor | None], at: list[int], memory: _Form, norms: Tensor
+        self, tensors: Sequence[Tensor], at: list[int], memory: _Form, norms: Tensor
     ) -> None:
-        """Writes the norm of each unit of some tensors; inf for None."""
+        """Writes the norm of each unit of some tensors."""
         lengths, code, rows = memory
         for i in loops.unit_norms(at, lengths, code, self._threads, rows, norms.data_ptr()):
-            tensor = tensors[i]
-            if tensor is not None:
-                part = norms.view(-1).split(self.layout.counts * len(norms))[i]
-                part.copy_(unit_norms(tensor))
+            part = norms.view(-1).split(self.layout.counts * len(norms))[i]
+            part.copy_(unit_norms(tensors[i]))
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         totals, scale = self._totals(norms), float(grad_scale)

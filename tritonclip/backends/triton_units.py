@@ -56,7 +56,7 @@ class TritonUnitLayout(TorchUnitLayout):
         )
 
     def bind(
-        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+        self, grads: list[Tensor], weights: list[Tensor], addresses: list[int]
     ) -> "TritonUnits":
         return TritonUnits(grads, weights, self._tables.table(addresses), self)
 
@@ -69,7 +69,7 @@ class TritonUnits(TorchUnits):
     def __init__(
         self,
         grads: list[Tensor],
-        weights: list[Tensor | None],
+        weights: list[Tensor],
         table: UnitTable,
         layout: TritonUnitLayout,
     ) -> None:
@@ -81,22 +81,26 @@ class TritonUnits(TorchUnits):
         """Measures gradients and weights, by unit: float64[2, n_norms].
 
         Norms of each gradient's rows, or of the chunks of its rows, and below them those of its
-        weights; inf for weights without an address. Two launches if dtypes differ.
+        weights. Two launches if dtypes differ.
         """
         table = self._table
-        norms = torch.empty(2, table.n_norms, dtype=torch.float64, device=table.device)
-        sides = [(table.dtype, 0, 2)]
-        if table.weight_dtype != table.dtype:
-            # A kernel reads one dtype: one launch for each.
-            sides = [(table.dtype, 0, 1), (table.weight_dtype, 1, 1)]
-        for key in sides:
-            dtype, first, n_sides = key
-            arguments = norms, table.n_tensors, table.n_pieces, first, n_sides, table.n_norms
+        if table.weight_dtype == table.dtype:
+            return self._measure(2, (table.dtype, 0, 2))
+        # A kernel reads one dtype: one launch for each.
+        return self._measure(2, (table.dtype, 0, 1), (table.weight_dtype, 1, 1))
+
+    def _measure(self, n_sides: int, *launches: tuple[torch.dtype, int, int]) -> Tensor:
+        """float64[n_sides, n_norms], by launches of a dtype, a first side and a number of sides."""
+        table = self._table
+        norms = torch.empty(n_sides, table.n_norms, dtype=torch.float64, device=table.device)
+        for key in launches:
+            dtype, first, n = key
+            arguments = norms, table.n_tensors, table.n_pieces, first, n, table.n_norms
             if not table.starts_again(key, *arguments):
                 table.launch(
                     key,
                     units.unit_norms_kernel,
-                    min(n_sides * table.n_pieces, table.wave),
+                    min(n * table.n_pieces, table.wave),
                     OCCUPANCY_2X128,
                     arguments,
                     DTYPE=launch.TL_DTYPES[dtype],
@@ -108,9 +112,9 @@ class TritonUnits(TorchUnits):
                 )
         return norms
 
-    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
-        layout = self.layout
-        pairs = zip(norms[0].split(layout.sizes), layout.counts, strict=True)
+    def norms_of_units(self) -> Sequence[Tensor]:
+        layout, (norms,) = self.layout, self._measure(1, (self._table.dtype, 0, 1))
+        pairs = zip(norms.split(layout.sizes), layout.counts, strict=True)
         return [
             of_units if len(of_units) == n else norms_of_rows(of_units.view(n, -1), torch.float64)
             for of_units, n in pairs

@@ -3,7 +3,7 @@
 A unit is a slice along the first dimension of a parameter, a row, or all of one with fewer than two
 dimensions. The partial norms of a group are a float64[2, n] (float32 where a device has no
 float64): norms of each unit's gradient, gradient after gradient, and below them those of its
-weights; inf for weights that set no limit.
+weights.
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,11 @@ class TorchUnitLayout:
         self.whole = [grad.dim() < 2 for grad in grads]
 
     def bind(
-        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+        self, grads: list[Tensor], weights: list[Tensor], addresses: list[int]
     ) -> "TorchUnits":
-        """The gradients of a call, as users see them, and their weights.
+        """The gradients of a call, as users see them, and their weights, of the same shapes.
 
-        Weights are of the gradients' shapes; None for one without a limit. Addresses, a new list,
-        are of gradients, then of weights; 0 for None.
+        Addresses, a new list, are of gradients, then of weights.
         """
         return TorchUnits(grads, weights, self)
 
@@ -64,26 +63,18 @@ class TorchUnits:
     norm type 2. On the host, a gradient whose coefficients are all 1 is not written.
     """
 
-    def __init__(
-        self, grads: list[Tensor], weights: list[Tensor | None], layout: TorchUnitLayout
-    ) -> None:
+    def __init__(self, grads: list[Tensor], weights: list[Tensor], layout: TorchUnitLayout) -> None:
         self.grads, self.weights = grads, weights
         self.layout, self.dtype = layout, layout.dtype
         self._real_dtype = grads[0].dtype.to_real()
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: partial norms."""
-        grad_norms = list(map(unit_norms, self.grads))
-        limits = [
-            torch.full_like(norms, torch.inf) if weight is None else unit_norms(weight)
-            for norms, weight in zip(grad_norms, self.weights, strict=True)
-        ]
-        return torch.cat([*grad_norms, *limits]).view(2, -1)
+        return torch.cat(list(map(unit_norms, [*self.grads, *self.weights]))).view(2, -1)
 
-    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
-        """The norm of each unit, 1-d for each gradient, from partial norms and as wide."""
-        of_units: Sequence[Tensor] = norms[0].split(self.layout.counts)
-        return of_units
+    def norms_of_units(self) -> Sequence[Tensor]:
+        """Measures gradients alone: the norms of the units of each, 1-d, in the wide dtype."""
+        return list(map(unit_norms, self.grads))
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)

@@ -37,7 +37,7 @@ from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.norms import Norms, moduli_of
 from tritonclip.engine.units import batches_of, weight_of
 from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.rules import Norm, Rule
+from tritonclip.rules import Norm
 
 if TYPE_CHECKING:
     from tritonclip.distributed.gradients import ShardedGradients
@@ -127,9 +127,9 @@ def measure_shards(
     gradients: ShardedGradients, norm: Norm, grad_scale: float | Tensor
 ) -> ReducedNorms:
     """Measures shards and reduces their norms; the caller raises the error of a rejected list."""
-    norm_type, each, rule = norm
-    if rule is not None and rule.per_unit:
-        return _measure_units(gradients, rule, grad_scale)
+    norm_type, each, by_unit = norm
+    if by_unit:
+        return _measure_units(gradients, grad_scale)
     if each:
         refuse_tracer()
     plan = gradients.plan
@@ -159,15 +159,13 @@ def measure_shards(
     return ReducedNorms(batches, partials, norm_type, each, grad_scale, gradients, plan, reduced)
 
 
-def _measure_units(
-    gradients: ShardedGradients, rule: Rule, grad_scale: float | Tensor
-) -> ReducedNorms:
+def _measure_units(gradients: ShardedGradients, grad_scale: float | Tensor) -> ReducedNorms:
     """As `measure_shards`, by unit: one all-reduce serves norms of gradients and of weights."""
     try:
-        batches = batches_of(gradients, rule)
+        batches = batches_of(gradients)
     except ERRORS as error:
         gradients.reject_(error)
-        batches = batches_of(gradients, rule)
+        batches = batches_of(gradients)
     plan = gradients.plan
     assert plan is not None
     n, device = gradients.sharding.n_parameters, plan.device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,17 +49,6 @@ def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:
             "norm_type=-inf is not supported for sparse gradients "
             f"({gradients.labels(plan.sparse)}), whose implicit zeros count; expected another "
             "norm_type, or dense gradients"
-        )
-
-
-def refuse_other_model(rule: Rule, parameters: Sequence[Tensor]) -> None:
-    """Refuses a rule that excludes none of the parameters passed, with gradients and without."""
-    if rule.excludes and parameters and True not in rule.exempt(parameters):
-        raise ValueError(
-            f"exclude of {rule.name} names {rule.excludes} parameters, none of which is among the "
-            f"{len(parameters)} given here: was the model copied, or were its parameters "
-            "replaced? Make the rule of this model's parameters, after fully_shard, or "
-            "copy.deepcopy((model, rule)) in one call"
         )
 
 

@@ -24,7 +24,7 @@ from tritonclip.engine.arguments import (
     refuse_parameters,
     tensors_in,
 )
-from tritonclip.engine.checks import refuse_negative, refuse_other_model
+from tritonclip.engine.checks import refuse_negative
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan import result_dtype
 from tritonclip.modes import WHOLE
@@ -55,25 +55,17 @@ def _clip(
     constant_scale: float,
     grad_scale: Tensor | None = None,
     weights: Sequence[Tensor] | None = None,
-    exempt: Sequence[int] = (),
     numbers: Tensor | None = None,
 ) -> Tensor:
     """Clips distinct gradients by a fixed rule; returns the norm, empty for a rule that clamps.
 
     `names` are theirs, line by line, "" without any. `text` has the numbers of the rule, unless
     they are inputs of the graph, in `numbers`; the loss scale is a constant, or the input
-    `grad_scale`. A rule by unit, or with `exclude`, comes with the weights of all gradients, and
-    the indices of those that are `exempt`.
+    `grad_scale`. A rule by unit comes with the weights of all gradients.
     """
     gradients = _gradients(grads, names)
-    if weights is None and numbers is None:
-        rule = _read_rule(text)
-    else:
-        arguments = map(float, text.split()[1:]) if numbers is None else numbers.tolist()
-        options = {} if weights is None else {"exclude": [weights[i] for i in exempt]}
-        rule = _kind_of(text)(*arguments, **options)
-    if weights is not None:
-        gradients.parameters = weights
+    rule = _read_rule(text) if numbers is None else _kind_of(text)(*numbers.tolist())
+    gradients.parameters = weights
     if rule.per_gradient and gradients.distinct is not None:
         again = min(set(range(len(grads))).difference(gradients.distinct))
         raise ValueError(
@@ -140,7 +132,7 @@ def _operator(name: str, schema: str, run: Callable[..., Any], simulate: Callabl
 _clip_op = _operator(
     "clip_",
     "(Tensor(a!)[] grads, str names, str rule, str nonfinite, float constant_scale,"
-    " Tensor? grad_scale=None, Tensor[]? weights=None, int[] exempt=[], Tensor? numbers=None)"
+    " Tensor? grad_scale=None, Tensor[]? weights=None, Tensor? numbers=None)"
     " -> Tensor",
     _clip,
     _simulate_clip,
@@ -271,8 +263,6 @@ def clip_(
         )
     if isinstance(argument, Module):
         checked_parameters(argument)
-    if rule.excludes:
-        refuse_other_model(rule, [parameter for _, parameter in items])
     return _clip_collected(grads, names, owners, rule, nonfinite, grad_scale)
 
 
@@ -292,12 +282,8 @@ def _clip_collected(
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
     inputs: list[Any] = [factor]
-    if rule.per_unit or rule.excludes or changing is not None:
-        weights, exempt = None, []
-        if rule.per_unit or rule.excludes:
-            weights = owners
-            exempt = [i for i, is_exempt in enumerate(rule.exempt(owners)) if is_exempt]
-        inputs += [weights, exempt, changing]
+    if rule.per_unit or changing is not None:
+        inputs += [owners if rule.per_unit else None, changing]
     # In traceable code.
     text = " ".join([type(rule).__name__, *[str(number) for number in numbers]])
     # As in eager mode, gradients that have a derivative keep it.

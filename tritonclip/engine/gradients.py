@@ -192,8 +192,8 @@ class Gradients:
 
         `names_culprits`: names of gradients will be asked for where a norm is NaN.
         """
-        if norm.by is not None:
-            return norms.measure_by(self, norm.by, grad_scale)
+        if norm.by_unit:
+            return norms.measure_by_unit(self, grad_scale)
         return norms.measure(self, norm.order, norm.each, grad_scale)
 
     def ask_limit(self, rule: Rule, measured: norms.Norms) -> Rule:

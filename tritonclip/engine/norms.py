@@ -22,7 +22,6 @@ from tritonclip.backends.operators import (
 )
 from tritonclip.engine import units
 from tritonclip.modes import refuse_tracer, without_grad
-from tritonclip.rules import Rule
 from tritonclip.rules.state import upload
 
 if TYPE_CHECKING:
@@ -152,14 +151,14 @@ def measure(
 
 
 @without_grad
-def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+def measure_by_unit(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
     """Measures a list that is not empty by unit, with its weights."""
     plan = gradients.plan
     assert plan is not None
     # These batches have the verbs for norms by gradient, and no others.
-    batches: list[Any] = [*units.batches_of(gradients, rule)]
+    batches: list[Any] = [*units.batches_of(gradients)]
     partials = [batch.measure() for batch in batches]
-    return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients, plan)
+    return Norms(batches, partials, 2.0, True, grad_scale, gradients, plan)
 
 
 def _measure_groups(

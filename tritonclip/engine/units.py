@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, count
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.plan_cache import guards_of
 from tritonclip.modes import without_grad
-from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 UNIT_BYTES = 640
 
 
-def batches_of(gradients: Gradients, rule: Rule) -> list[TorchUnits]:
+def batches_of(gradients: Gradients) -> list[TorchUnits]:
     """The gradients of a list with their weights, for a rule by unit: one batch a group.
 
     TypeError for sparse gradients, and for weights that cannot be read; ValueError for weights of
@@ -33,25 +31,19 @@ def batches_of(gradients: Gradients, rule: Rule) -> list[TorchUnits]:
     """
     plan = gradients.plan
     assert plan is not None
-    parameters = gradients.owners() if gradients.tensors else []
     if plan.sparse:
         raise TypeError(
             "a rule by unit compares each row with its weights, and sparse gradients "
             f"({gradients.labels(plan.sparse)}) have some of the rows only; expected dense ones: "
             "make the embedding with sparse=False, or set need_clip = False on its weight"
         )
-    weights = parameters
-    if not PLAIN.issuperset(map(type, parameters)):
-        weights = list(map(weight_of, parameters))
+    weights = gradients.owners() if gradients.tensors else []
+    if not PLAIN.issuperset(map(type, weights)):
+        weights = list(map(weight_of, weights))
     layouts, addresses = _known_layouts(plan, weights), list(map(Tensor.data_ptr, weights))
     if layouts is None or min(addresses, default=OFFSETS) < OFFSETS:
         _refuse_weights(gradients, weights)
-    limiting: list[Tensor | None] = [*weights]
-    # A rejected list may be so because its rule cannot be asked.
-    if parameters and rule.excludes:
-        for i in compress(count(), rule.exempt(parameters)):
-            limiting[i], addresses[i] = None, 0
-    return _bind(gradients, weights, layouts, limiting, addresses)
+    return _bind(gradients, weights, layouts, addresses)
 
 
 def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[TorchUnitLayout] | None:
@@ -64,13 +56,12 @@ def _bind(
     gradients: Gradients,
     weights: Sequence[Tensor],
     layouts: Sequence[TorchUnitLayout] | None,
-    limiting: Sequence[Tensor | None],
     addresses: Sequence[int],
 ) -> list[TorchUnits]:
     """The gradients and weights of each group, in the hands of its backend.
 
-    Without layouts, new ones are made, which a plan for several calls keeps. `limiting` has the
-    weights, or None for no limit, and `addresses` theirs, or 0.
+    Without layouts, new ones are made, which a plan for several calls keeps. `addresses` are of the
+    weights.
     """
     plan, grads, at = gradients.plan, gradients.dense(), gradients.addresses
     assert plan is not None
@@ -85,7 +76,7 @@ def _bind(
                 plan.n_bytes += UNIT_BYTES * len(weights)
             plan.units = guards_of(weights), layouts
     return [
-        layout.bind(group.of(grads), group.of(limiting), group.of(at) + group.of(addresses))
+        layout.bind(group.of(grads), group.of(weights), group.of(at) + group.of(addresses))
         for group, layout in zip(plan.groups, layouts, strict=True)
     ]
 
@@ -98,13 +89,12 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     """
     plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
-    # Weights that are None limit nothing and are not read.
-    nothing = [None] * len(grads), [0] * len(grads)
-    batches = _bind(gradients, grads, _known_layouts(plan, grads), *nothing)
+    # In place of weights, which are not read.
+    addresses = list(map(Tensor.data_ptr, grads))
+    batches = _bind(gradients, grads, _known_layouts(plan, grads), addresses)
     norms: dict[int, Tensor] = {}
     for group, batch in zip(plan.groups, batches, strict=True):
-        of_units = batch.norms_of_units(batch.measure())
-        norms.update(zip(group.of(range(len(grads))), of_units, strict=True))
+        norms.update(zip(group.of(range(len(grads))), batch.norms_of_units(), strict=True))
     return [norms[i] for i in range(len(norms))]
 
 

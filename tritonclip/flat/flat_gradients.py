@@ -134,7 +134,7 @@ class FlatGradients(GradientSource):
     def gradients(self, rule: Rule, state: object, processes: Processes | None) -> Gradients:
         """The buffers as gradients; or the views, where each is measured or known by itself."""
         lost, setting = self._find_lost(), settings.current()
-        by_view = rule.per_gradient or rule.excludes or setting.verifying or state is not None
+        by_view = rule.per_gradient or setting.verifying or state is not None
         if lost is None and processes is None and not by_view:
             if is_observed():
                 return _Buffers(self)

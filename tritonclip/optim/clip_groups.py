@@ -94,7 +94,7 @@ class ClipGroup:
         if of_rule:
             self.norms = norms
         if not of_rule or (self.is_recorded and norm.order == 2.0 and norm.each):
-            self.others[norm._replace(by=None)] = norms
+            self.others[norm._replace(by_unit=False)] = norms
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""

@@ -11,12 +11,10 @@ from torch import Tensor
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
-    refuse_other_model,
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError, are_apart, find_overlap, memory_of
 from tritonclip.optim.clip_groups import ClipGroup
-from tritonclip.optim.param_groups import Groups
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 NONFINITE_REMEDY = (
@@ -59,8 +57,8 @@ def policy_of(nonfinite: object) -> Policy:
     raise ValueError(f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}")
 
 
-def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
-    """Refuses gradients that a rule cannot clip or two rules share, and a rule of another model."""
+def refuse(groups: Sequence[ClipGroup]) -> None:
+    """Refuses gradients that a rule cannot clip or two rules share."""
     for group in groups:
         if group.gradients.error is not None:
             raise group.gradients.error
@@ -70,10 +68,6 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
             group.gradients.check(group.rule)
     if len(groups) > 1:
         _refuse_shared([group.gradients for group in groups])
-    if any(group.rule.excludes for group in groups):
-        every = [p for group in param_groups for p in group["params"]]
-        for group in groups:
-            refuse_other_model(group.rule, every)
 
 
 def _refuse_shared(lists: Sequence[Gradients]) -> None:

@@ -230,7 +230,7 @@ class Step:
         try:
             if refusal is not None:
                 raise refusal
-            refuse(self.clip_groups, self.param_groups)
+            refuse(self.clip_groups)
             for group in self.clip_groups:
                 if not group.rule.fixed:
                     self._bind(group)

@@ -28,12 +28,12 @@ class Norm(NamedTuple):
     Attributes:
         order: p of the p-norm.
         each: of each gradient, in place of all together.
-        by: the rule by unit that says how; None for norms of elements.
+        by_unit: of each slice along the first dimension, and of its weights.
     """
 
     order: float = 2.0
     each: bool = False
-    by: Rule | None = None
+    by_unit: bool = False
 
 
 class Measured(Protocol):
@@ -137,8 +137,6 @@ class Rule(_Checked):
     # the largest ratio of a slice's norm to the norm of its weights, and `eps` the smallest norm
     # used for weights.
     per_unit: ClassVar[bool] = False
-    # The number of parameters that `exclude` names, of any model.
-    excludes: ClassVar[Any] = 0
     # Elements are clamped to `bounds`, the least and the largest value by dtype. A norm is measured
     # only where a policy for NaN and inf asks for one.
     clamps: ClassVar[bool] = False
@@ -195,7 +193,7 @@ class Rule(_Checked):
                 as_eps("eps", eps)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self.name}: {error}") from None
-        return Norm(p, self.per_gradient, self if self.per_unit else None)
+        return Norm(p, self.per_gradient, self.per_unit)
 
     @property
     def name(self) -> str:
@@ -229,11 +227,7 @@ class Rule(_Checked):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The arguments of the constructor that are numbers, in order."""
-        return tuple(number_of(self, name) for name in self.__match_args__ if name != "exclude")
-
-    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether each of these parameters is excluded from the limit, where `excludes`."""
-        return [False] * len(parameters)
+        return tuple(number_of(self, name) for name in self.__match_args__)
 
 
 class Adaptive(_Checked):

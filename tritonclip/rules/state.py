@@ -370,6 +370,6 @@ class BoundRule(Rule):
         self.state.commit(self._values, left_out)
 
 
-_NUMBERS = ("norm_type", "eps", "bounds", "interval", "excludes", "exempt", "keeps_zero")
+_NUMBERS = ("norm_type", "eps", "bounds", "interval", "keeps_zero")
 for _name in ("name", "per_gradient", "per_unit", "clamps", *_NUMBERS):
     setattr(BoundRule, _name, property(attrgetter(f"rule.{_name}")))

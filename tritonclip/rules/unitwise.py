@@ -1,19 +1,14 @@
 """Adaptive gradient clipping: a limit of each unit's gradient from that unit's weights."""
 
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import ClassVar
 
-from torch import Tensor
-from torch.nn import Module
-
 from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
-from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
-from tritonclip.rules.rule import checked, rule
+from tritonclip.rules.rule import Rule, checked, rule
 
 
 @rule
-class ClipByUnitNorm(ExcludingRule):
+class ClipByUnitNorm(Rule):
     """Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 
     Adaptive gradient clipping. For each unit, with weights w and gradient g::
@@ -42,10 +37,6 @@ class ClipByUnitNorm(ExcludingRule):
             more, inf clips nothing. Or a function of the step; :class:`ClipState` has an example.
         eps: the smallest norm used for weights, so that weights that start at 0 can grow; 0 or
             more, finite.
-        exclude: parameters without a limit: a module (for its present parameters), a parameter, or
-            an iterable of these, which the rule keeps alive. The authors exclude the last linear
-            layer. Excluded gradients are still measured, divided by the loss scale, and zeroed
-            under nonfinite="zero". A call to which none of them is passed raises ValueError.
 
     Raises:
         ValueError: a ratio or `eps` that is negative or NaN, an infinite `eps`.
@@ -65,9 +56,6 @@ class ClipByUnitNorm(ExcludingRule):
 
     ratio: float | Schedule = checked(as_limit_or_schedule, default=0.01)
     eps: float = checked(as_eps, default=1e-3)
-    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = checked(
-        as_excluded, default=None
-    )
 
     known_limit = property(attrgetter("ratio"))
     schedules: ClassVar[tuple[str, ...]] = ("ratio",)
