@@ -3,7 +3,7 @@
 **Right.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients) and added up
 in float64. A chunk whose sum is not finite, or so small that squares may have underflowed, is
 measured again in float64, scaled by its largest magnitude, while it is still in cache; every chunk
-of a norm type other than 0, 1, 2, inf and -inf is measured so at once.
+of a norm type other than 1, 2 and inf is measured so at once.
 
 **Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every
 partial has its own place.
@@ -66,41 +66,30 @@ def _root(total, P: tl.constexpr):
 
 @triton.jit
 def _zero_lanes(BLOCK: tl.constexpr, LANE: tl.constexpr, P: tl.constexpr):
-    """Accumulators that hold nothing yet: LANE[BLOCK], or keys of as many bits, or int32 counts."""
-    if P == 0.0:
-        lanes = tl.zeros([BLOCK], tl.int32)
-    elif P == 1.0 or P == 2.0:
-        lanes = tl.zeros([BLOCK], LANE)
-    elif P == INF:
-        lanes = magnitude_key(tl.zeros([BLOCK], LANE))
-    else:
-        lanes = magnitude_key(tl.full([BLOCK], INF, LANE))
+    """Accumulators that hold nothing yet: LANE[BLOCK], or keys of as many bits."""
+    lanes = tl.zeros([BLOCK], LANE)
+    if P == INF:
+        lanes = magnitude_key(lanes)
     return lanes
 
 
 @triton.jit
 def _add(lanes, x, P: tl.constexpr):
     """Accumulators after the elements x, of the lanes' width."""
-    if P == 0.0:
-        lanes += (x != 0).to(tl.int32)
-    elif P == 1.0:
+    if P == 1.0:
         lanes += tl.abs(x)
     elif P == 2.0:
         lanes += x * x
-    elif P == INF:
-        lanes = tl.maximum(lanes, magnitude_key(x))
     else:
-        lanes = tl.minimum(lanes, tl.where(x == x, magnitude_key(x), -1))
+        lanes = tl.maximum(lanes, magnitude_key(x))
     return lanes
 
 
 @triton.jit
 def _total(lanes, P: tl.constexpr):
-    """One float64 from all lanes: a sum of powers, a count, a maximum or a minimum."""
+    """One float64 from all lanes: a sum of powers, or a maximum."""
     if P == INF:
         total = key_magnitude(tl.max(lanes, axis=0))
-    elif P == -INF:
-        total = key_magnitude(tl.min(lanes, axis=0))
     elif P == 1.0:
         # No root halves the error of this sum: 4096 lanes added up in float32 may take all of 1e-6.
         total = tl.sum(lanes.to(tl.float64), axis=0)
@@ -114,8 +103,6 @@ def _join(a, b, P: tl.constexpr):
     """The total of two float64 totals; NaN wins."""
     if P == INF:
         total = tl.where((a > b) | (a != a), a, b)
-    elif P == -INF:
-        total = tl.where((a < b) | (a != a), a, b)
     else:
         total = a + b
     return total
@@ -125,10 +112,9 @@ def _join(a, b, P: tl.constexpr):
 def _masked_total(x_ptr, n, LANE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
     """Total of x_ptr[0:n]."""
     offsets = tl.arange(0, BLOCK)
-    neutral: tl.constexpr = INF if P == -INF else 0.0
     lanes = _zero_lanes(BLOCK, LANE, P)
     for start in range(0, n, BLOCK):
-        x = tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=neutral)
+        x = tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=0.0)
         lanes = _add(lanes, x.to(LANE), P)
     return _total(lanes, P)
 
@@ -221,7 +207,7 @@ def chunk_norm(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk as (scale, total): norm = scale * total^(1/P); for P 0, inf and -inf, total."""
+    """One chunk as (scale, total): norm = scale * total^(1/P); for P inf, total."""
     scale = tl.full([], 1.0, tl.float64)
     if P == 1.0 or P == 2.0:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
@@ -232,7 +218,7 @@ def chunk_norm(
                 # on.
                 total *= _power(scale, P)
                 scale = tl.full([], 1.0, tl.float64)
-    elif P == 0.0 or P == INF or P == -INF:
+    elif P == INF:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
     else:
         scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
@@ -242,7 +228,7 @@ def chunk_norm(
 @triton.jit
 def norm_of(scale, total, P: tl.constexpr):
     """The norm that a (scale, total) pair stands for."""
-    if P == 0.0 or P == INF or P == -INF:
+    if P == INF:
         norm = total
     else:
         norm = scale * tl.where(total == 0, 0.0, _root(total, P))
@@ -256,15 +242,8 @@ def combine(norms_ptr, start, stop, P: tl.constexpr, BLOCK: tl.constexpr = SLOW_
     A sum of powers that may have overflowed or underflowed is repeated, scaled by the largest norm.
     """
     n = stop - start
-    if P == 0.0 or P == INF or P == -INF:
-        offsets = tl.arange(0, SLOW_BLOCK)
-        if P == 0.0:
-            count = tl.zeros([SLOW_BLOCK], tl.float64)
-            for i in range(0, n, SLOW_BLOCK):
-                count += tl.load(norms_ptr + start + i + offsets, mask=i + offsets < n, other=0.0)
-            norm = tl.sum(count, axis=0)
-        else:
-            norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
+    if P == INF:
+        norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
     elif P == 1.0 or P == 2.0:
         total = _masked_total(norms_ptr + start, n, tl.float64, P, BLOCK)
         norm = _root(total, P)
@@ -298,11 +277,9 @@ def norm_kernel(
     one a chunk.
     """
     pid = tl.program_id(0)
-    UNSCALED: tl.constexpr = (
-        P == 0.0 or P == INF or P == -INF or (DTYPE != tl.float64 and (P == 1.0 or P == 2.0))
-    )
+    UNSCALED: tl.constexpr = P == INF or (DTYPE != tl.float64 and (P == 1.0 or P == 2.0))
     scale = tl.full([], 1.0 if UNSCALED else 0.0, tl.float64)
-    total = tl.full([], INF if P == -INF else 0.0, tl.float64)
+    total = tl.zeros([], tl.float64)
 
     for chunk in range(pid, n_chunks, tl.num_programs(0)):
         _, address, start, n = find_chunk(
@@ -310,11 +287,7 @@ def norm_kernel(
         )
         chunk_scale, chunk_total = chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
         if EACH:
-            norm = norm_of(chunk_scale, chunk_total, P)
-            if P == -INF:
-                # The least of no elements is inf, but a gradient without elements has the norm 0.
-                norm = tl.where(n == 0, 0.0, norm)
-            tl.store(norms_ptr + chunk, norm)
+            tl.store(norms_ptr + chunk, norm_of(chunk_scale, chunk_total, P))
         elif UNSCALED:
             total = _join(total, chunk_total, P)
         else:
@@ -327,4 +300,4 @@ def norm_kernel(
 @cache
 def block_of(itemsize: int, norm_type: float) -> int:
     """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
-    return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else access.block_of(itemsize)
+    return 2048 if itemsize == 4 and norm_type == float("inf") else access.block_of(itemsize)

@@ -116,11 +116,7 @@ def scale_kernel(
 
     grad_scale = load_number(grad_scale_ptr, grad_scale_bits, 0)
     max_norm = load_number(max_norm_ptr, max_norm_bits, 0).to(RESULT)
-    norm = combine(norms_ptr, 0, n_norms, P)
-    # A count of elements carries no loss scale.
-    if P != 0.0:
-        norm /= grad_scale
-    norm = norm.to(RESULT)
+    norm = (combine(norms_ptr, 0, n_norms, P) / grad_scale).to(RESULT)
     coefficient = coefficient_of(norm, max_norm, as_float64(eps_bits).to(RESULT))
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
@@ -215,9 +211,7 @@ def scale_each_kernel(
                 own_norm = tl.load(norms_ptr + first)
             else:
                 own_norm = combine(norms_ptr, first, first + n_own, P)
-            if P != 0.0:
-                own_norm /= grad_scale
-            norm = own_norm.to(RESULT)
+            norm = (own_norm / grad_scale).to(RESULT)
             coefficient = coefficient_of(norm, max_norm.to(RESULT), eps)
             multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
         if start == 0:

@@ -7,13 +7,12 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1, inf and 0, of an inner product, and of the number of elements at a
+/* The parts of a norm of order 2, 1 and inf, of an inner product, and of the number of elements at a
  * bound; the verbs that write. */
 typedef enum {
     SUM_SQUARES,
     SUM_MAGNITUDES,
     LARGEST,
-    COUNT,
     DOT,
     COUNT_AT_BOUNDS,
     MULTIPLY,

@@ -134,49 +134,45 @@ TARGET INLINE double NAME(sum)(const void *elements, int64_t n, int squares) {
 #endif
 }
 
-/* Goes on with the largest magnitude in each lane, or the number of elements that are not 0: from their
- * bits without the sign, where those of NaN are larger than those of infinity. */
-TARGET INLINE void NAME(join)(NAME(Mask) *found, const char *x, int counts) {
+/* Goes on with the largest magnitude in each lane: by bits without the sign, where those of NaN are
+ * larger than those of infinity. */
+TARGET INLINE void NAME(join)(NAME(Mask) *found, const char *x) {
     NAME(Mask) bits;
     memcpy(&bits, x, REGISTER);
     bits &= (OF(INTEGER)) ~((uint64_t)1 << (8 * sizeof(OF(INTEGER)) - 1));
-    NAME(Mask) is_more = bits > (counts ? (NAME(Mask)){0} : *found);
-    *found = counts ? *found - is_more : (is_more & bits) | (~is_more & *found);
+    NAME(Mask) is_more = bits > *found;
+    *found = (is_more & bits) | (~is_more & *found);
 }
 
-/* The largest magnitude, or the number of elements that are not 0; no lane of it overflows in a block. */
-TARGET INLINE double NAME(extreme)(const void *elements, int64_t n, int counts) {
+/* The largest magnitude. */
+TARGET INLINE double NAME(largest)(const void *elements, int64_t n) {
     enum { ITEM = sizeof(OF(INTEGER)), MANY = REGISTER / ITEM };
     NAME(Mask) even = {0}, odd = {0};
     const char *x = elements, *end = x + n * ITEM;
     for (; end - x >= 2 * REGISTER; x += 2 * REGISTER) {
         fetch_ahead(x);
-        NAME(join)(&even, x, counts);
-        NAME(join)(&odd, x + REGISTER, counts);
+        NAME(join)(&even, x);
+        NAME(join)(&odd, x + REGISTER);
     }
     char rest[2 * REGISTER] = {0};
     memcpy(rest, x, (size_t)(end - x));
-    NAME(join)(&even, rest, counts);
-    NAME(join)(&odd, rest + REGISTER, counts);
+    NAME(join)(&even, rest);
+    NAME(join)(&odd, rest + REGISTER);
     OF(INTEGER) lanes[2 * MANY], most = 0;
     memcpy(lanes, &even, REGISTER);
     memcpy(lanes + MANY, &odd, REGISTER);
-    int64_t count = 0;
     for (int j = 0; j < 2 * MANY; j++)
-        if (counts)
-            count += lanes[j];
-        else if (lanes[j] > most)
-            most = lanes[j];
+        if (lanes[j] > most) most = lanes[j];
     OF(AT) largest;
     memcpy(&largest, &most, ITEM);
-    return counts ? (double)count : (double)OF(widen)(largest);
+    return (double)OF(widen)(largest);
 }
 
 /* The part of a norm that elements of one block have. */
 TARGET static double NAME(measure)(const void *elements, int64_t n, Verb verb) {
     if (verb == SUM_SQUARES) return NAME(sum)(elements, n, 1);
     if (verb == SUM_MAGNITUDES) return NAME(sum)(elements, n, 0);
-    return NAME(extreme)(elements, n, verb == COUNT);
+    return NAME(largest)(elements, n);
 }
 
 /* Writes products of as many elements as a vector holds to y. */

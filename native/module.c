@@ -150,11 +150,11 @@ static PyObject *finish(Job *job) {
 /* The verb that measures a norm of an order; 0 with an error of Python. */
 static int read_order(PyObject *number, Verb *verb) {
     double order = PyFloat_AsDouble(number);
-    if (order != 0 && order != 1 && order != 2 && order != INFINITY) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a norm of order 0, 1, 2 or inf");
+    if (order != 1 && order != 2 && order != INFINITY) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a norm of order 1, 2 or inf");
         return 0;
     }
-    *verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
+    *verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : LARGEST;
     return 1;
 }
 
@@ -252,7 +252,7 @@ static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     double norm = norm_of(&job, 0, job.n_parts);
     free_job(&job);
     if (wide && order == 2 && is_extreme(norm)) return Py_NewRef(Py_None);
-    if (order != 0) norm /= scale;
+    norm /= scale;
     if (!wide) norm = (float)norm, scale = (float)scale;
     double coefficient = coefficient_of(norm, limit, eps, wide), factor = coefficient / scale;
     if (!wide) factor = (float)factor;

@@ -34,7 +34,7 @@ def expected_norms(named, p=2.0):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0, math.inf])
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 20.0, math.inf])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norms_are_those_of_each_gradient(device, dtype, p):
     named = new_model(dtype, device)
@@ -47,7 +47,7 @@ def test_norms_are_those_of_each_gradient(device, dtype, p):
         assert_norm(norms[name], expected)
 
 
-@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 20.0, math.inf])
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 20.0, math.inf])
 def test_group_of_measures_groups_together(device, p):
     named = new_model(device=device)
     norms = tritonclip.norms_by_name(named, group_of=by_first_name, norm_type=p)
@@ -161,9 +161,9 @@ def test_verification_covers_the_norms(monkeypatch):
         tritonclip.norms_by_name(new_model())
 
 
-@pytest.mark.parametrize("p", [0.0, -math.inf, -1.0, math.nan])
+@pytest.mark.parametrize("p", [0.0, 0.5, -math.inf, -1.0, math.nan])
 def test_norm_types_that_do_not_combine_are_refused(p):
-    with pytest.raises(ValueError, match="norm_type must be positive"):
+    with pytest.raises(ValueError, match="norm_type must be from 1 to inf"):
         tritonclip.norms_by_name(new_model(), norm_type=p)
 
 

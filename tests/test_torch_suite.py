@@ -22,7 +22,7 @@ import tritonclip
 from helpers.cases import grad_of, parameters, unchanged
 from tritonclip.integrations.patching import TorchPatch
 
-ORDERS = pytest.mark.parametrize("order", [0.5, 1.5, 2, 4, "inf"], ids=str)
+ORDERS = pytest.mark.parametrize("order", [0.5, 1, 1.5, 2, 4, "inf"], ids=str)
 FOREACH = pytest.mark.parametrize("foreach", [False, True], ids="foreach={}".format)
 
 

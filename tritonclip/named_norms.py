@@ -51,8 +51,8 @@ def norms_by_name(
             module names it once, as `named_parameters` does.
         group_of: the group of a name, whose gradients are measured together. None: every name for
             itself. `lambda name: name.split(".")[0]`: by the outermost module.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude; any
-            positive number.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            number from 1 to inf.
         grad_scale: the loss scale that the gradients still carry: a number or a one-element tensor.
             Norms are of the gradients divided by it.
 
@@ -62,16 +62,11 @@ def norms_by_name(
         before.
 
     Raises:
-        TypeError, ValueError: gradients that :func:`clip_` refuses too; a norm_type that is 0 or
-            negative. Of DTensors that one process rejects, every process raises.
+        TypeError, ValueError: gradients that :func:`clip_` refuses too; a norm_type below 1.
+            Of DTensors that one process rejects, every process raises.
     """
     refuse_tracer()
     p = as_norm_type("norm_type", norm_type)
-    if not p > 0:
-        raise ValueError(
-            f"norm_type must be positive or inf, got {p}; norms of other types of groups do not "
-            "follow from those of their gradients"
-        )
     scale = as_grad_scale(grad_scale)
     named = NamedNorms(parameters, group_of)
     return named.by_name(named.measure(p, scale), p)

@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+# The originals, whatever `patch_torch` replaces.
+from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
+from torch.nn.utils import get_total_norm as torchs_get_total_norm
+
 from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute
+from tritonclip.engine.arguments import labelled, needs_clip, tensors_in
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
@@ -55,8 +60,8 @@ def clip_grad_norm_(
     Args:
         parameters: tensors, a module, (name, parameter) pairs as for :func:`clip_`.
         max_norm: the largest norm of all gradients together, 0 or more.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements; also as text.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude; also
+            as text. Calls with an order below 1 are torch's own, on parameters that need clipping.
         error_if_nonfinite: raises RuntimeError if the norm is NaN or inf, and changes nothing. The
             host waits for the device.
         foreach: accepted for compatibility; there is one implementation.
@@ -72,9 +77,12 @@ def clip_grad_norm_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
-    rule = rule_of(
-        ClipByGlobalNorm, _as_float("max_norm", max_norm), _as_float("norm_type", norm_type)
-    )
+    limit, order = _as_float("max_norm", max_norm), _as_float("norm_type", norm_type)
+    if _is_torchs(order, process_group, copies):
+        wanted = [p for p in labelled(parameters)[0] if needs_clip(p)]
+        max_norm = as_limit("max_norm", limit)
+        return torchs_clip_grad_norm_(wanted, max_norm, order, error_if_nonfinite, foreach)
+    rule = rule_of(ClipByGlobalNorm, limit, order)
     norm = clip_gradients_(
         *(_clip_grad_norm_, parameters, rule, "error" if error_if_nonfinite else "propagate"),
         process_group=process_group,
@@ -150,7 +158,11 @@ def get_total_norm(
             ones.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
-    order = as_norm_type("norm_type", _as_float("norm_type", norm_type))
+    order = _as_float("norm_type", norm_type)
+    if _is_torchs(order, process_group, copies):
+        items, _ = tensors_in(tensors, "tensors[{}]".format)
+        return torchs_get_total_norm(items, order, error_if_nonfinite, foreach)
+    order = as_norm_type("norm_type", order)
     if is_traced():
         return compiled.total_norm(
             get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
@@ -227,6 +239,15 @@ def _clip_grad_norm_(
     given = {name: value for name, value in options.items() if value is not None}
     max_norm: Any = rule.max_norm
     return clip_grad_norm_(parameters, max_norm, rule.norm_type, nonfinite == "error", **given)
+
+
+def _is_torchs(order: float, process_group: object, copies: object) -> bool:
+    """Whether torch's own function serves an order; ValueError over processes unknown to it."""
+    if not (type(order) is float and order < 1):
+        return False
+    if process_group is None and copies is None:
+        return True
+    raise ValueError(f"norm_type must be from 1 to inf with process_group or copies, got {order}")
 
 
 def _as_float(name: str, number: object) -> float:

@@ -13,7 +13,7 @@ from helpers.cases import assert_bits, copies, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByValue
 from tritonclip.backends.operators import combine, combine_numbers
 
-ORDERS = (0.0, 0.0005, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
+ORDERS = (1.0, 1.5, 2.0, 3.0, 100.0, math.inf)
 PARTS = {
     "one": [3.0],
     "some": [3.0, 0.0, 4.0],

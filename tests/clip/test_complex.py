@@ -79,14 +79,14 @@ def test_norm_of_two_complex_groups_is_right(device, p):
     assert float(norm) == pytest.approx(reference.total_norm(copies(grads), p), rel=1e-6)
 
 
-@pytest.mark.parametrize("p", [0.5, 1.0, 3.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0, torch.inf])
 @pytest.mark.parametrize("kind", [tritonclip.ClipByGlobalNorm, tritonclip.ClipByNorm])
 def test_complex_moduli_over_the_largest_float32(device, p, kind):
     """The modulus of 3e38+3e38j is 4.2e38; divided by the loss scale, norm and gradient fit."""
     grad = torch.full((4,), 3e38 + 3e38j, dtype=torch.complex64, device=device)
     norm = tritonclip.clip_([parameter(grad)], kind(1.0, p), grad_scale=1e6)
     largest = abs(complex(torch.tensor(3e38).item(), torch.tensor(3e38).item()))
-    exact = largest / 1e6 * (1.0 if p in (torch.inf, -torch.inf) else 4 ** (1 / p))
+    exact = largest / 1e6 * 4 ** (1 / p)
     assert norm.flatten().tolist() == pytest.approx([exact], rel=1e-6)
     clipped = grad.cpu().to(torch.complex128).abs() * (exact * 1e6 / largest)
     assert clipped.tolist() == pytest.approx([1.0] * 4, rel=1e-5)

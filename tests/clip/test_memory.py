@@ -83,7 +83,7 @@ def test_clip_of_unusual_gradients_takes_little_memory(dtype, kind, rule):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("norm_type", [0.0, 1.0, 3.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
 def test_clip_by_another_norm_takes_little_memory(dtype, norm_type):
     given = parameters([uniform(dtype)])
     assert peak(lambda: tritonclip.clip_(given, ClipByGlobalNorm(0.5, norm_type))) <= LIMIT

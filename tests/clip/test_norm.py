@@ -86,7 +86,7 @@ EXTREMES = {
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0])
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("dtype", "magnitude"),
     [
@@ -119,11 +119,6 @@ def test_norm_of_few_small_among_zeros(device):
     grad[-1] = 3e-30
     grad[5] = 4e-30
     assert_norm(measured([grad]), reference.norm(grad))
-
-
-def test_norm_of_float64_whose_root_is_large(device):
-    ones = torch.ones(10_000, dtype=torch.float64, device=device)
-    assert_norm(measured([ones], 0.1), 1e40)
 
 
 @pytest.mark.covering(2)
@@ -185,7 +180,7 @@ def test_norm_dtype_is_never_half(device, dtypes, expected):
     assert not norm.requires_grad
 
 
-@pytest.mark.parametrize("p", [2.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("p", [2.0, torch.inf])
 def test_norm_of_nan_is_nan(device, p):
     grads = [normal(CHUNK + 1, device=device), torch.tensor([1.0, torch.nan, 2.0], device=device)]
     assert measured(grads, p).isnan()
@@ -211,7 +206,7 @@ def test_norm_of_float64_chunks_that_fit_only_apart(device):
     assert_norm(tritonclip.get_total_norm(grads), reference.total_norm(copies(grads)))
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, torch.inf])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)], ids=str)
 def test_norm_of_no_elements_is_zero(device, dtypes, p):
     grads = [torch.zeros(0, dtype=dtype, device=device) for dtype in (*dtypes, *dtypes)]

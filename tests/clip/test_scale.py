@@ -62,7 +62,7 @@ def test_clip_of_many_tensors(device, rule):
     check_clip(of_sizes((1 + seed % 40 for seed in range(MANY)), torch.float32, device), rule)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 3.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0, torch.inf])
 def test_clip_scales_by_any_norm_type(device, p):
     grads = of_sizes((1, 33, 4097), torch.float32, device)
     grads[0].fill_(-2.0)

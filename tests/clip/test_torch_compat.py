@@ -24,7 +24,7 @@ from helpers.cases import (
 FUNCTIONS = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"]
 # Where torch's own result is right: moderate sizes, of these dtypes.
 RIGHT = pytest.mark.parametrize("dtype", named((torch.float32, torch.float64)))
-TYPES = pytest.mark.parametrize("p", [0.5, 1, 2.0, 3.0, torch.inf, "inf", "2"], ids=repr)
+TYPES = pytest.mark.parametrize("p", [1, 1.5, 2.0, 3.0, torch.inf, "inf", "2"], ids=repr)
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False], ids="foreach={}".format)
 
 
@@ -48,6 +48,36 @@ def test_signature_is_torchs(name):
     assert [(one.name, one.kind, one.default) for one in same] == [
         (one.name, one.kind, one.default) for one in theirs
     ]
+
+
+@pytest.mark.parametrize("p", [0, 0.5, -1.0, -torch.inf, "-inf"], ids=repr)
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+def test_orders_below_1_are_torchs_own(device, p, error_if_nonfinite):
+    ours, theirs = two_lists(device)
+    theirs_norm = utils.clip_grad_norm_(theirs, 0.5, p)
+    total = tritonclip.get_total_norm([one.grad for one in ours], p)
+    with tritonclip.patch_torch() as patch:
+        norm = utils.clip_grad_norm_(ours, 0.5, p, error_if_nonfinite)
+    assert_bits([norm, total], [theirs_norm] * 2)
+    assert_bits([one.grad for one in ours], [one.grad for one in theirs])
+    assert not patch.served_by_torch
+
+
+def test_orders_below_1_leave_out_what_needs_no_clipping(device):
+    ours, _ = two_lists(device)
+    ours[0].need_clip = False
+    before = copies([one.grad for one in ours])
+    norm = tritonclip.clip_grad_norm_([("a", ours[0]), ("b", ours[1]), ("c", ours[2])], 1e-3, 0.5)
+    assert_bits([norm], [utils.get_total_norm(before[1:], 0.5)])
+    assert_bits([ours[0].grad], before[:1])
+
+
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "get_total_norm"])
+def test_orders_below_1_are_refused_over_processes(device, function):
+    ours, _ = two_lists(device)
+    arguments = (ours, 1.0, 0.5) if function == "clip_grad_norm_" else ([x.grad for x in ours], 0.5)
+    with pytest.raises(ValueError, match="norm_type must be from 1 to inf with process_group"):
+        getattr(tritonclip, function)(*arguments, copies={})
 
 
 @pytest.mark.covering(2)

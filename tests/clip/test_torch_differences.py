@@ -55,13 +55,6 @@ def test_norm_of_extreme_values_is_right(device, magnitude):
     assert_norm(tritonclip.clip_grad_norm_(ours, torch.inf), expected)
 
 
-def test_norm_type_zero_counts_nonzero_elements(device):
-    """torch takes the 0-norm of the norms, and so counts tensors that have any."""
-    grads = [torch.tensor([3.0, 0.0, 4.0], device=device), torch.ones(5, device=device)]
-    assert utils.get_total_norm(grads, 0.0).item() == 2.0
-    assert tritonclip.get_total_norm(grads, 0.0).item() == 7.0
-
-
 def test_infinity_norm_ignores_empty_gradients(device):
     """torch cannot take the largest element of an empty tensor; the list has others."""
     grads = [torch.zeros(0, device=device), torch.tensor([3.0, -4.0], device=device)]
@@ -93,10 +86,7 @@ def test_sparse_gradients_are_clipped(device):
 
 
 NEGATIVE = [
-    *(
-        ("clip_grad_norm_", given)
-        for given in ((-1.0,), (torch.nan,), (1.0, -2.0), (1.0, torch.nan))
-    ),
+    *(("clip_grad_norm_", given) for given in ((-1.0,), (torch.nan,), (1.0, torch.nan))),
     *(("clip_grad_value_", (limit,)) for limit in (-1.0, torch.nan)),
     *(("clip_grads_with_norm_", (limit, torch.tensor(9.0))) for limit in (-1.0, torch.nan)),
 ]

@@ -29,7 +29,6 @@ FUNCTIONS: dict[str, Any] = {
     "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
     "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
     "norm": functional.clip_by_norm,
-    "norm-0": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=0),
     "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
     "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
     "average": functional.clip_by_average_norm,

@@ -16,7 +16,7 @@ from helpers.cases import INTERPRETED, grad_of, normal
 from tritonclip import functional
 
 DOUBLE = torch.float64
-ORDERS = [pytest.param(p, id=f"p={p}") for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf, -math.inf)]
+ORDERS = [pytest.param(p, id=f"p={p}") for p in (1.0, 1.5, 2.0, 3.0, math.inf)]
 
 
 def matrix():
@@ -140,7 +140,7 @@ AT_ZERO = {
     "norm": lambda x: functional.clip_by_norm(x, 1.0),
     "row": lambda x: functional.clip_by_norm(x[None], 1.0, dim=1),
     "norm-1": lambda x: functional.clip_by_norm(x, 1.0, norm_type=1.0),
-    "norm-half": lambda x: functional.clip_by_norm(x, 1.0, norm_type=0.5),
+    "norm-3/2": lambda x: functional.clip_by_norm(x, 1.0, norm_type=1.5),
     "norm-inf": lambda x: functional.clip_by_norm(x, 1.0, norm_type=math.inf),
     "global": lambda x: functional.clip_by_global_norm([x], 1.0)[0][0],
     "average": lambda x: functional.clip_by_average_norm(x, 1.0),

@@ -42,9 +42,7 @@ def named(dtypes: Iterable[torch.dtype]) -> list[object]:
 FLOATS = named((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 HALVES = named((torch.float16, torch.bfloat16))
 
-NORM_TYPES = [
-    pytest.param(p, id=f"p={p}") for p in (0.0, 0.5, 1.0, 2.0, 3.0, 20.0, torch.inf, -torch.inf)
-]
+NORM_TYPES = [pytest.param(p, id=f"p={p}") for p in (1.0, 1.5, 2.0, 3.0, 20.0, torch.inf)]
 
 
 def each_rule(limit: float, bound: float) -> list[Any]:

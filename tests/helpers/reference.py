@@ -17,12 +17,10 @@ from torch import Tensor
 
 def _combined(sizes: Tensor, p: float) -> float:
     """The p-norm of float64 numbers that are not negative."""
-    if p == 0:
-        return float((sizes != 0).sum())
     if sizes.numel() == 0:
         return 0.0
-    if math.isinf(p):
-        return float(sizes.max() if p > 0 else sizes.min())
+    if p == math.inf:
+        return float(sizes.max())
     largest = float(sizes.max())
     if largest == 0 or not math.isfinite(largest):
         return largest
@@ -44,7 +42,7 @@ def norms(grads: Sequence[Tensor], p: float = 2.0) -> list[float]:
 def total_norm(grads: Sequence[Tensor], p: float = 2.0) -> float:
     """The p-norm over all elements of all gradients; zero-size gradients count nothing."""
     parts = torch.tensor([norm(grad, p) for grad in grads if grad.numel()], dtype=torch.float64)
-    return float(parts.sum()) if p == 0 else _combined(parts, p)
+    return _combined(parts, p)
 
 
 def coefficient(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:

@@ -74,7 +74,7 @@ RULES = [
     pytest.param(ClipByNorm(0.5), id="by-norm"),
     pytest.param(ClipByValue(-0.2, 0.3), id="by-value"),
 ]
-NORM_TYPES = (0.0, -math.inf, math.inf, 1.0, 2.0)
+NORM_TYPES = (math.inf, 1.0, 2.0)
 RULES_OF_EVERY_TYPE = [
     *(pytest.param(ClipByGlobalNorm(1.0, p), id=f"global p={p}") for p in NORM_TYPES),
     *(pytest.param(ClipByNorm(1.0, p), id=f"each p={p}") for p in NORM_TYPES),

@@ -37,10 +37,7 @@ from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_scaler_overflow_changes_only_its_count(scaler_type, policy, make, rule, value):
-    """Under every policy: an overflow is the scaler's to handle, neither an error nor a skip.
-
-    The norms of order 0 and -inf do not show an inf by themselves.
-    """
+    """Under every policy: an overflow is the scaler's to handle, neither an error nor a skip."""
     params, optimizer = wrapped(make, rule, nonfinite=policy)
     scaler = scaler_type("cpu", init_scale=SCALE)
     scaled_step(scaler, optimizer, params, grads_at(2))

@@ -48,7 +48,6 @@ EVERY_RULE = [
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("rule", EVERY_RULE)
 def test_skip_leaves_everything_as_it_was(backend, make, rule, value):
-    """Under every rule and norm type: those of order 0 and -inf do not show what is not finite."""
     params, optimizer = wrapped(make, rule, backend.device, nonfinite="skip")
     step_on(params, optimizer, 1)
     with unchanged(params, optimizer):

@@ -28,7 +28,7 @@ LEAST_NORM: float
 LARGEST_NORM: float
 
 def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, order: float, /) -> float:
-    """The norm of all elements, of order 0, 1, 2 or inf."""
+    """The norm of all elements, of order 1, 2 or inf."""
 
 def norms(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, order: float, /
@@ -112,7 +112,7 @@ def clip_(
 ) -> float | None:
     """Multiplies all gradients by min(1, limit / (norm + eps)) / scale.
 
-    The norm is divided by `scale`, but for order 0. `before(written)` is called before a write.
+    The norm is divided by `scale`. `before(written)` is called before a write.
 
     Returns:
         The norm, or None, with nothing written, where squares of float64 may have overflowed or

@@ -104,7 +104,7 @@ def describe() -> str:
 
 
 # Orders of a norm that has loops.
-ORDERS = (2.0, 1.0, math.inf, 0.0)
+ORDERS = (2.0, 1.0, math.inf)
 _CPU = torch.device("cpu")
 
 
@@ -168,12 +168,12 @@ class NativeBatch:
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         total = combine_numbers(_as_numbers(norms), norm_type)
-        return self._as_tensor(results_of([total], norm_type, grad_scale, self.dtype))[0]
+        return self._as_tensor(results_of([total], grad_scale, self.dtype))[0]
 
     def total_each(
         self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
-        return self._as_tensor(results_of(_as_numbers(norms), norm_type, grad_scale, self.dtype))
+        return self._as_tensor(results_of(_as_numbers(norms), grad_scale, self.dtype))
 
     def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
         return as_tensor(norms)
@@ -191,7 +191,7 @@ class NativeBatch:
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
         rounded = c_double if wide else c_float
         # A count of elements carries no loss scale.
-        measured = rounded(total / scale if clip.norm_type else total).value
+        measured = rounded(total / scale).value
         norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
         if clip.erase and not math.isfinite(measured):
             torch._foreach_zero_(self.tensors)
@@ -220,8 +220,8 @@ class NativeBatch:
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         numbers = norms if isinstance(norms, list) else norms.tolist()
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        unscaled = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
-        norm = self._as_tensor(results_of(unscaled, clip.norm_type, 1.0, self.dtype))
+        unscaled = [norm / scale for norm in numbers] if scale != 1 else numbers
+        norm = self._as_tensor(results_of(unscaled, 1.0, self.dtype))
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.tensors)
             return norm, 0.0

@@ -85,23 +85,19 @@ class TorchBatch:
             return two_norms_on_host(tensors, per_gradient=per_gradient)
         lists = [[tensor] for tensor in tensors] if per_gradient else [tensors]
         norms = torch.stack([norm_of(part, norm_type, wide) for part in lists])
-        if per_gradient and norm_type == -math.inf:
-            for i, tensor in enumerate(tensors):
-                if tensor.numel() == 0:
-                    norms[i] = 0.0
         return norms.tolist() if self._on_host else norms
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
         if isinstance(norms, list):
             norms = as_tensor([combine_numbers(norms, norm_type)])
-        return unscaled(combine(norms, norm_type), norm_type, grad_scale).to(self.dtype)
+        return unscaled(combine(norms, norm_type), grad_scale).to(self.dtype)
 
     def total_each(
         self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
-        return unscaled(as_tensor(norms), norm_type, grad_scale).to(self.dtype)
+        return unscaled(as_tensor(norms), grad_scale).to(self.dtype)
 
     def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
         """The norm of each gradient: there is one partial norm for each."""
@@ -127,7 +123,7 @@ class TorchBatch:
 
     def _scale_on_host_(self, norms: list[float], clip: Clip) -> tuple[Tensor, float]:
         """Multiplies by numbers: by that of the only norm, or each gradient by that of its own."""
-        results = results_of(norms, clip.norm_type, clip.grad_scale, self.dtype)
+        results = results_of(norms, clip.grad_scale, self.dtype)
         norm = torch.frombuffer(results, dtype=self.dtype)
         if not math.isfinite(results[0]) if clip.erase is True else clip.erase:
             torch._foreach_zero_(self.tensors)
@@ -278,8 +274,7 @@ def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tens
     """
     norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors, PIECE)]
     if not norms:
-        nothing = math.inf if norm_type == -math.inf else 0.0
-        return torch.full((), nothing, dtype=dtype, device=tensors[0].device)
+        return torch.zeros((), dtype=dtype, device=tensors[0].device)
     return norms[0] if len(norms) == 1 else combine(torch.stack(norms), norm_type)
 
 
@@ -305,11 +300,8 @@ def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     if x.dtype.itemsize == 1:
         # float8 has no operators.
         x = x.to(dtype)
-    if norm_type == 0:
-        return torch.count_nonzero(x).to(dtype)
-    if math.isinf(norm_type):
-        magnitudes = x.abs()
-        return (magnitudes.max() if norm_type > 0 else magnitudes.min()).to(dtype)
+    if norm_type == math.inf:
+        return x.abs().max().to(dtype)
     fits_float64 = dtype == torch.float64 != x.dtype and norm_type <= MOST_IN_FLOAT64
     if norm_type == 1 or (fits_float64 and norm_type == 2):
         norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=dtype)
@@ -328,17 +320,13 @@ def combine(norms: Tensor, norm_type: float) -> Tensor:
     """The norm of a whole from the norms of its parts, 0-d."""
     if norms.numel() == 1:
         return norms.reshape(())
-    if norm_type == 0:
-        return norms.sum()
     return _norm_of_piece(norms, norm_type, norms.dtype)
 
 
-def results_of(
-    norms: list[float], norm_type: float, grad_scale: float | Tensor, dtype: torch.dtype
-) -> array[float]:
+def results_of(norms: list[float], grad_scale: float | Tensor, dtype: torch.dtype) -> array[float]:
     """Norms as results of a dtype have them: without the loss scale, and rounded."""
     scale = float(grad_scale)
-    unscaled = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
+    unscaled = [norm / scale for norm in norms] if scale != 1 else norms
     return array("d" if dtype == torch.float64 else "f", unscaled)
 
 
@@ -346,25 +334,20 @@ def combine_numbers(norms: list[float], p: float) -> float:
     """The norm of a whole from the norms of its parts."""
     total, largest = sum(norms), max(norms)
     # NaN stays in a sum, and may be lost in max and hypot.
-    if p in (0, 1) or len(norms) == 1 or math.isnan(total):
+    if p == 1 or len(norms) == 1 or math.isnan(total):
         return total
     # 0 for -0, too.
-    if p == -math.inf:
-        return min(norms) + 0.0
     if p == math.inf or not 0 < largest < math.inf:
         return largest + 0.0
     if p == 2:
         return math.hypot(*norms)
-    try:
-        unit: float = sum((norm / largest) ** p for norm in norms) ** (1 / p)
-    except OverflowError:
-        return math.inf
+    unit: float = sum((norm / largest) ** p for norm in norms) ** (1 / p)
     return largest * unit
 
 
-def unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-    """Norms divided by the loss scale; a count of elements carries none."""
-    is_scaled = norm_type and (isinstance(grad_scale, Tensor) or grad_scale != 1)
+def unscaled(norms: Tensor, grad_scale: float | Tensor) -> Tensor:
+    """Norms divided by the loss scale."""
+    is_scaled = isinstance(grad_scale, Tensor) or grad_scale != 1
     return norms / as_scalar(grad_scale, norms) if is_scaled else norms
 
 

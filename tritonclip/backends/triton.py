@@ -3,8 +3,6 @@
 Imported where the backend is first chosen, because it imports triton.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -80,8 +78,8 @@ class TritonBatch:
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient as that of its first chunk, and nothing in the others."""
-        table, nothing = self._table, math.inf if norm_type == -math.inf else 0.0
-        partials = norms.new_full((table.n_chunks,), nothing)
+        table = self._table
+        partials = norms.new_zeros(table.n_chunks)
         return partials.index_copy_(0, table.arguments[2], norms)
 
     def scale_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:

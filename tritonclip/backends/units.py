@@ -77,7 +77,7 @@ class TorchUnits:
         return list(map(unit_norms, self.grads))
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
+        return unscaled(self.norms_each(norms), grad_scale).to(self.dtype)
 
     def norms_each(self, norms: Tensor) -> Tensor:
         """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled.
@@ -134,7 +134,7 @@ class TorchUnits:
         floor = torch.where(weights < clip.eps, clip.eps, weights)
         unlimited = (weights == torch.inf) | (ratio == torch.inf)
         limit = torch.where(unlimited, torch.inf, ratio * floor)
-        return coefficient_of(unscaled(grad_norms, 2.0, clip.grad_scale), limit, 0.0).to(self.dtype)
+        return coefficient_of(unscaled(grad_norms, clip.grad_scale), limit, 0.0).to(self.dtype)
 
     def _multiply_(self, chosen: Sequence[int], factors: Tensor, erase: Tensor | None) -> None:
         """Multiplies the units of some gradients by their factors, or writes zeros."""

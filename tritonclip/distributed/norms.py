@@ -95,7 +95,7 @@ class ReducedNorms(Norms):
     reduced: Tensor
 
     def norm(self) -> Tensor:
-        norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(self.plan.dtype)
+        norm = unscaled(self.reduced, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
     def in_order(self, results: list[Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,6 @@ def check(gradients: Gradients, rule: Rule) -> None:
         return
     refuse_read_only(gradients)
     if not rule.clamps:
-        refuse_sparse_minimum(gradients, rule.norm_type)
         return
     if plan.pairs:
         indices = gradients.indices_where(Tensor.is_complex)
@@ -38,17 +36,6 @@ def check(gradients: Gradients, rule: Rule) -> None:
             f"{rule} would change the implicit zeros of sparse gradients "
             f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
             "gradients"
-        )
-
-
-def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:
-    """Refuses the smallest magnitude of a sparse gradient."""
-    plan = gradients.plan
-    if norm_type == -math.inf and plan is not None and plan.sparse:
-        raise ValueError(
-            "norm_type=-inf is not supported for sparse gradients "
-            f"({gradients.labels(plan.sparse)}), whose implicit zeros count; expected another "
-            "norm_type, or dense gradients"
         )
 
 

@@ -23,7 +23,6 @@ from tritonclip.engine.checks import (
     TORCH_REMEDY,
     raise_if_nonfinite,
     refuse_read_only,
-    refuse_sparse_minimum,
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
@@ -237,10 +236,6 @@ def total_norm(
     if gradients.plan is None:
         return no_norm(gradients, per_gradient=per_gradient)
     spec = Norm(norm_type, per_gradient)
-    try:
-        refuse_sparse_minimum(gradients, norm_type)
-    except ValueError as error:
-        gradients.reject_(error)
     verifying = gradients.plan.verifying
     if verifying:
         policy = "error" if error_if_nonfinite else "propagate"

@@ -78,9 +78,9 @@ class Norms:
             numbers: float | list[float] = self.norm().tolist()
             return numbers
         if self.per_gradient:
-            return results_of(partials, self.norm_type, self.grad_scale, plan.dtype).tolist()
+            return results_of(partials, self.grad_scale, plan.dtype).tolist()
         total = partials if len(partials) == 1 else [combine_numbers(partials, self.norm_type)]
-        return results_of(total, self.norm_type, self.grad_scale, plan.dtype)[0]
+        return results_of(total, self.grad_scale, plan.dtype)[0]
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +143,7 @@ def measure(
     if per_gradient:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
-    if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
+    if len(plan.groups) == 1 and not (plan.pairs and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
         partials = batch.norm(norm_type, per_gradient=per_gradient)
         return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients, plan)
@@ -164,7 +164,7 @@ def measure_by_unit(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
 def _measure_groups(
     gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
 ) -> Norms:
-    """Measures several groups, complex gradients, or no elements at all."""
+    """Measures several groups, or complex gradients."""
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
@@ -185,9 +185,6 @@ def _measure_groups(
             moduli = layout.bind(magnitudes, None)
         batches.append(batch)
         measured = moduli.norm(norm_type, per_gradient=per_gradient)
-        if plan.empty:
-            # The least of no elements would be inf.
-            measured = [0.0] * len(measured) if isinstance(measured, list) else measured.zero_()
         partials.append(measured)
     if not per_gradient:
         partials = _join(partials, [group.device for group in plan.groups])

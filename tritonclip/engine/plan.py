@@ -64,7 +64,6 @@ class Plan:
         verifying: the calls that it serves are to be checked.
         requires_grad: autograd may record the verbs: it can differentiate some of the gradients, or
             other processes have parts of them.
-        empty: no gradient has an element.
         staged: indices of gradients that are read from a copy.
         views: gradients that verbs do not read in their shape.
         sparse: indices of sparse gradients, of which the values are clipped.
@@ -89,7 +88,6 @@ class Plan:
     dtype: torch.dtype
     verifying: bool
     requires_grad: bool
-    empty: bool
     staged: tuple[int, ...] = ()
     views: tuple[View, ...] = ()
     sparse: tuple[int, ...] = ()
@@ -217,7 +215,6 @@ def make_plan(
         dtype=torch.float64 if wide else result_dtype(grads),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
-        empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, grads)),
         requires_grad=any(grad.requires_grad for grad in grads),
         verifying=verifying,
@@ -226,7 +223,7 @@ def make_plan(
         n_bytes=GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups),
     )
     plan.ordinary = whole and not (copies or sparse or plan.pairs or plan.inference)
-    if plan.ordinary and len(groups) == 1 and not (plan.empty or verifying):
+    if plan.ordinary and len(groups) == 1 and not verifying:
         plan.only_group = groups[0]
     for group in groups:
         group.layout.dtype = plan.dtype
@@ -236,7 +233,7 @@ def make_plan(
 def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
     """The plan of a process without gradients, where others have some."""
     dtype = torch.float64 if wide else torch.float32
-    return Plan((), device, dtype, verifying, requires_grad=True, empty=True)
+    return Plan((), device, dtype, verifying, requires_grad=True)
 
 
 def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:

@@ -56,7 +56,7 @@ def clip_by_norm(
             axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
             a batch. None: all. Of a sparse tensor, dense dimensions only.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements.
+            number from 1 to inf.
 
     Returns:
         The same structure with new tensors, which share no memory with `x`, in its dtypes.
@@ -68,10 +68,8 @@ def clip_by_norm(
 
     Notes:
         There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes all elements under
-        its norm NaN; an inf makes the finite ones 0. Two norms can be finite all the same: that of
-        order 0, which only counts elements, and that of order -inf, which is the smallest
-        magnitude; the other elements then stay finite. `max_norm=inf` changes nothing. Derivatives
-        of first and second order exist everywhere, see docs/functional.md.
+        its norm NaN; an inf makes the finite ones 0. `max_norm=inf` changes nothing. Derivatives of
+        first and second order exist everywhere, see docs/functional.md.
 
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.
@@ -171,11 +169,6 @@ def _clip_each(
         return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values = tree.check()
     order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor(name, max_norm)
-    if order == -math.inf and tree.is_sparse:
-        raise ValueError(
-            "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "
-            "expected another norm_type, or tensors made dense with to_dense()"
-        )
     limits = [limit]
     if power:
         # A power of 0.5 is not always rounded as the root.

@@ -32,11 +32,6 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
     real = real.to(wide_dtype(x.device))
     if x.numel() == 0:
         norm = real.sum(over, keepdim=True)
-    elif norm_type == 0:
-        is_zero = real == 0
-        if x.is_complex():
-            is_zero = is_zero.all(-1, keepdim=True)
-        norm = (~is_zero).sum(over, keepdim=True).to(real.dtype)
     elif norm_type == 2 and real.dtype == torch.float64 and x.dtype not in WIDE:
         # Squares of narrower dtypes neither overflow nor vanish in float64.
         norm = _norm_of_real(real, norm_type, over, is_complex=x.is_complex())
@@ -63,8 +58,6 @@ def _norm_of_real(
         magnitudes = _power(real.square().sum(-1, keepdim=True), 0.5)
     if norm_type == math.inf:
         return magnitudes.amax(over, keepdim=True)
-    if norm_type == -math.inf:
-        return magnitudes.amin(over, keepdim=True)
     return _power(_power(magnitudes, norm_type).sum(over, keepdim=True), 1 / norm_type)
 
 
@@ -81,8 +74,7 @@ def norm_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype)
     """The norm over all tensors, 0-d in the wide dtype; inf beyond the range of the result's."""
     device = tensors[0].device
     norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])
-    norm = norms.sum() if norm_type == 0 else norm_of(norms, norm_type)
-    return within(norm, dtype)
+    return within(norm_of(norms, norm_type), dtype)
 
 
 def within(norm: Tensor, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-LARGEST, TWO_NORM, EACH_NORM = Norm(math.inf), Norm(), Norm(each=True)
+TWO_NORM, EACH_NORM = Norm(), Norm(each=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +51,8 @@ class ClipGroup:
         index: of the parameter group that carries the rule; None for the optimizer's.
         unclipped: no rule holds for them.
         norms: before clipping, as the rule measures them.
-        others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
-            inf; the 2-norm, where they are of another order; those of each gradient.
+        others: norms for other readers: the 2-norm, where `norms` are of another order; those of
+            each gradient.
         is_recorded: a recorder takes the 2-norm of each gradient.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
@@ -257,11 +257,6 @@ def recorded_requests(group: ClipGroup) -> list[NormRequest]:
     """The norm of each gradient, where a recorder takes it and the rule does not measure it."""
     is_measured = group.rule.norm_type == 2.0 and group.rule.per_gradient
     return [NormRequest(group, EACH_NORM)] if group.is_recorded and not is_measured else []
-
-
-def hides_nonfinite(order: float) -> bool:
-    """Whether norms of an order do not show NaN and inf."""
-    return order in (0.0, -math.inf)
 
 
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:

@@ -94,10 +94,11 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
     """RuntimeError for a step that is not finite, which names the parameters with NaN or inf."""
     for group in groups:
         if group.norms is not None:
-            if not group.unclipped:
+            if group.unclipped:
+                raise_if_any_nonfinite(group.gradients, remedy)
+            else:
                 norm = group.norms.norm()
                 raise_if_nonfinite(group.gradients, group.norms, norm, remedy, group.rule)
-            raise_if_any_nonfinite(group.gradients, remedy)
     if any(group.is_spread for group in groups):
         raise RuntimeError(f"Another process refuses its gradients. {remedy}")
     raise RuntimeError(

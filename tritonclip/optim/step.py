@@ -34,13 +34,11 @@ from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
-    LARGEST,
     TWO_NORM,
     ClipGroup,
     Grouping,
     NormRequest,
     global_norm_of,
-    hides_nonfinite,
     measure_requests,
     recorded_requests,
 )
@@ -106,12 +104,7 @@ class Step:
         """
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
         plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
-        if (
-            plan is None
-            or not plan.ordinary
-            or (rule := groups[0].rule).per_unit
-            or (check_finite and hides_nonfinite(rule.norm_type))
-        ):
+        if plan is None or not plan.ordinary or (rule := groups[0].rule).per_unit:
             self._measure_all(refusal, processes, overflow)
             return
         # Nothing refuses the only clip group, and no other norm of it is needed yet.
@@ -178,8 +171,6 @@ class Step:
             is_measured = self.check_finite or self.policy.zeroes or not rule.clamps
             if is_measured:
                 found.append(NormRequest(group, rule.norm, of_rule=True))
-                if self.check_finite and hides_nonfinite(rule.norm_type):
-                    found.append(NormRequest(group, LARGEST))
             if group.is_recorded:
                 found += recorded_requests(group)
             elif (
@@ -266,14 +257,13 @@ class Step:
         """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
         flags = []
         for group in self.clip_groups:
-            for norms in (group.norms, group.others.get(LARGEST)):
-                if norms is None:
-                    continue
-                numbers = norms.numbers()
-                if numbers is None:
-                    flags.append(~norms.is_finite())
-                elif not all(map(isfinite, numbers if isinstance(numbers, list) else (numbers,))):
-                    return True
+            if group.norms is None:
+                continue
+            numbers = group.norms.numbers()
+            if numbers is None:
+                flags.append(~group.norms.is_finite())
+            elif not all(map(isfinite, numbers if isinstance(numbers, list) else (numbers,))):
+                return True
         if not flags:
             return False
         device = flags[0].device

@@ -136,11 +136,11 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_norm_type(name: str, value: object) -> float:
-    """The order of a norm as a float: positive, 0, inf or -inf; 'inf' and '-inf' are read too."""
-    is_text = isinstance(value, str) and value in ("inf", "-inf")
-    number = float(value) if is_text else as_number(name, value)  # type: ignore[arg-type]
-    if type(number) is float and not (number >= 0 or number == -math.inf):
-        raise ValueError(f"{name} must be positive, 0, inf or -inf, got {number}")
+    """The order of a norm as a float, from 1 to inf; 'inf' is read too."""
+    is_text = isinstance(value, str) and value == "inf"
+    number = math.inf if is_text else as_number(name, value)
+    if type(number) is float and not number >= 1:
+        raise ValueError(f"{name} must be from 1 to inf, got {number}")
     return number
 
 

@@ -59,7 +59,7 @@ class ClipByGlobalNorm(_ClipNorm):
         max_norm: the largest norm of all gradients together after clipping; 0 or more, inf clips
             nothing. Or a function of the step; :class:`ClipState` has an example.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            positive number, -inf, or 0, which counts nonzero elements.
+            number from 1 to inf.
         eps: added to the norm; 1e-6 as in `torch.nn.utils.clip_grad_norm_`. With 0, as in Paddle
             and TensorFlow, gradients whose norm equals `max_norm` do not change.
 

@@ -187,7 +187,7 @@ class Rule(_Checked):
         """
         p, eps = self.norm_type, self.eps
         # Every call that measures a norm passes here.
-        if not (type(p) is type(eps) is float and p >= 0 and 0 <= eps < math.inf):
+        if not (type(p) is type(eps) is float and p >= 1 and 0 <= eps < math.inf):
             try:
                 as_norm_type("norm_type", as_number("norm_type", p))
                 as_eps("eps", eps)
