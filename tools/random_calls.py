@@ -443,7 +443,7 @@ class Training:
             self.options["skip_above"] = choice.choice(bounds)
         if "skip_above" in self.options and choice.random() < 0.3:
             self.options["max_consecutive_skips"] = 2
-        self.path = f"{folder}/norms{choice.choice(['.csv', '.jsonl'])}"
+        self.path = f"{folder}/norms.csv"
         self.recorder = None
         if choice.random() < 0.3:
             each = choice.random() < 0.5

@@ -1,5 +1,5 @@
-"""Files of recorders: their paths, and files with whole runs."""
+"""Files of recorders."""
 
-from helpers.recordings import path, record_runs
+from helpers.recordings import path, record_run
 
-__all__ = ["path", "record_runs"]
+__all__ = ["path", "record_run"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers.norm_series import norms_of
-from tritonclip.monitor.history import History, read
+from tritonclip.monitor.history import History
 
 # As the docstring says.
 LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
@@ -248,23 +248,10 @@ def test_spike_score_needs_a_full_window(steps, score):
     assert np.isnan(found) if score is None else found == score
 
 
-def test_spike_score_of_runs_that_follow_each_other(path):
-    """A window holds norms of one run, and the suggestion has the score of its own."""
-    norms = np.concatenate([np.full(140, 1.0), np.full(200, 50.0), [1000.0]])
-    steps = [*range(140), *range(201)]
-    rows = "".join(f"{step},{norm}\n" for step, norm in zip(steps, norms, strict=True))
-    path.write_text(f"step,norm\n{rows}")
-    history = read(path)
-    assert history.is_over_six_sigma.nonzero().flatten().tolist() == [340]
-    assert history.spike_score == 1 / 341
-    assert tritonclip.suggest_max_norm(path, run=2).spike_score == 1 / 201
-    assert tritonclip.suggest_max_norm(path, run=1).spike_score == 0
-
-
-def test_limits_of_another_norm_are_not_taken_for_limits_of_this_one(record_runs):
+def test_limits_of_another_norm_are_not_taken_for_limits_of_this_one(record_run):
     """As of ClipByNorm(1.0), where 25 gradients of norm 0.4 have a norm of 2 together."""
     norms = [2.0 + step % 7 / 10 + (step % 33 == 32) * 20.0 for step in range(200)]
-    suggestion = tritonclip.suggest_max_norm(record_runs(norms, coefficient=1.0, limit=1.0))
+    suggestion = tritonclip.suggest_max_norm(record_run(norms, coefficient=1.0, limit=1.0))
     assert "limits of the run are not of this norm" in suggestion.reason
     assert "in use" not in [candidate.origin for candidate in suggestion.candidates]
 
@@ -360,8 +347,8 @@ def test_norms_that_are_all_equal_are_not_said_to_be_clipped(norm):
 
 
 @pytest.mark.parametrize("height", [1.0, 0.5], ids=["all", "most"])
-def test_norms_at_the_limit_in_use_are_said_to_be_measured_after_clipping(record_runs, height):
-    path = record_runs([height, *[1.0 - 1e-6] * 3] * 25, limit=1.0)
+def test_norms_at_the_limit_in_use_are_said_to_be_measured_after_clipping(record_run, height):
+    path = record_run([height, *[1.0 - 1e-6] * 3] * 25, limit=1.0)
     reason = tritonclip.suggest_max_norm(path).reason
     assert "equals the limit in use, 1: record the norm that clip_ returns" in reason
 
@@ -375,22 +362,22 @@ def test_norms_at_the_limit_in_use_are_said_to_be_measured_after_clipping(record
     ],
     ids=["right", "low", "high"],
 )
-def test_the_limit_in_use_is_a_candidate_and_judged(record_runs, limit, said):
-    suggestion = tritonclip.suggest_max_norm(record_runs(norms_of(spikes=0.03), limit=limit))
+def test_the_limit_in_use_is_a_candidate_and_judged(record_run, limit, said):
+    suggestion = tritonclip.suggest_max_norm(record_run(norms_of(spikes=0.03), limit=limit))
     assert (limit, "in use") in [(c.max_norm, c.origin) for c in suggestion.candidates]
     assert said in suggestion.reason
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])
-def test_a_limit_in_use_that_clips_nearly_all_is_judged_where_none_is_named(record_runs, limit):
-    suggestion = tritonclip.suggest_max_norm(record_runs(norms_of(), limit=limit))
+def test_a_limit_in_use_that_clips_nearly_all_is_judged_where_none_is_named(record_run, limit):
+    suggestion = tritonclip.suggest_max_norm(record_run(norms_of(), limit=limit))
     assert suggestion.verdict == "no outliers"
     said = "The limit in use, 0.5, clips 100.0%, and acts as a part of the learning rate"
     assert (said in suggestion.reason) is (limit == 0.5)
 
 
-def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(record_runs):
-    path = record_runs(norms_of(spikes=0.03, drift=0.05), limit=1.0)
+def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(record_run):
+    path = record_run(norms_of(spikes=0.03, drift=0.05), limit=1.0)
     suggestion = tritonclip.suggest_max_norm(path)
     assert suggestion.verdict == "drift"
     assert "but does not follow the norm." in suggestion.reason

@@ -1,4 +1,4 @@
-"""Files of recorders: their paths, and files with whole runs."""
+"""Files of recorders."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import tritonclip
 
 
 @pytest.fixture
-def path(request, tmp_path):
-    """The path of a file that is not there, by its ending."""
-    return tmp_path / f"run.{getattr(request, 'param', 'csv')}"
+def path(tmp_path):
+    """The path of a file that is not there."""
+    return tmp_path / "run.csv"
 
 
 @pytest.fixture
-def record_runs(path):
-    """Records runs into one file, each by a recorder without a checkpoint."""
+def record_run(path):
+    """Records a run."""
 
-    def record_runs(*runs, **values):
-        for norms in runs:
-            with tritonclip.record(path, append=True) as recorder:
-                for norm in norms:
-                    recorder.add_(float(norm), **values)
+    def record_run(norms, **values):
+        with tritonclip.record(path) as recorder:
+            for norm in norms:
+                recorder.add_(float(norm), **values)
         return path
 
-    return record_runs
+    return record_run

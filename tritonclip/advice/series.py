@@ -29,6 +29,8 @@ _LEAST_DRIFT = 1.5
 _SECTIONS, _LEAST_SECTION = 12, 20
 # A loss falls if so many pairs of an early and a late one say so: half of them do by chance.
 _FALLS = 0.9
+# A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
+_SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
 # The 95% quantile of a normal distribution is this many interquartile ranges above its median.
 _TAIL = 1.645 / 1.349
 
@@ -84,6 +86,21 @@ def warmup_of(norms: Tensor, usable: Tensor) -> int:
         if len(block) and not low <= float(block.quantile(0.5)) <= high:
             warmup = start + size
     return warmup
+
+
+def spike_score_of(norms: Tensor) -> float:
+    """The share of spikes among finite norms over 0; NaN for short runs.
+
+    OLMo-core, `StabilityMonitorCallback`, whose total also counts spikes of the loss.
+    """
+    if len(norms) <= _SPIKE_WINDOW:
+        return math.nan
+    before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
+    mean = before.mean(1)
+    # Norms are right to 1e-6.
+    deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
+    is_spike = norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+    return int(is_spike.sum()) / len(norms)
 
 
 def two_digits(limit: float | Tensor) -> float:

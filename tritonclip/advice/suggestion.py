@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,11 +23,12 @@ from tritonclip.advice.series import (
     falls,
     least_equal,
     n_cut_off,
+    spike_score_of,
     trend_of,
     two_digits,
     warmup_of,
 )
-from tritonclip.messages import in_columns, join_names
+from tritonclip.messages import in_columns
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 
@@ -112,10 +113,9 @@ class Suggestion:
         steps: number of norms that the suggestion is based on: finite, not 0, after the warm-up.
         nonfinite: number of norms left out because they are NaN or inf.
         zeros: number of norms left out because they are 0.
-        run: number of the run that the suggestion is for; 1 if the history has one run.
-        spike_score: SpikeScore of that run: the share of its steps, warm-up included, whose norm is
-            above the mean plus 6 standard deviations of the 128 norms before; NaN for a run that is
-            not longer.
+        spike_score: SpikeScore: the share of the steps, warm-up included, whose norm is above the
+            mean plus 6 standard deviations of the 128 norms before; NaN for a run that is not
+            longer.
     """
 
     max_norm: float | None
@@ -128,7 +128,6 @@ class Suggestion:
     steps: int
     nonfinite: int
     zeros: int
-    run: int
     spike_score: float
 
     def __str__(self) -> str:
@@ -146,7 +145,6 @@ def suggest_max_norm(
     history: str | os.PathLike[str] | Recorder | History | Tensor | Iterable[float | Tensor],
     *,
     warmup: int | None = None,
-    run: int | None = None,
 ) -> Suggestion:
     """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
@@ -174,13 +172,9 @@ def suggest_max_norm(
         history: the file of a recorder; the recorder, which then writes its rows; or norms in
             order, as a 1-d tensor or numbers. The run may have been clipped, if the norms are those
             before clipping.
-        warmup: the number of steps to leave out at the start of each run. None: found from blocks
-            of the first fifth of a run. The warm-up ends with the last block whose median is
-            outside of the middle 90% of the second fifth.
-        run: the number of the run, from 1 on, if the file has several: a recorder appended to it
-            without a checkpoint, or its step numbers fall. None: the last run with at least
-            100 steps after the warm-up, or else with at least 20; `reason` names it, and says
-            whether the others agree.
+        warmup: the number of steps to leave out at the start. None: found from blocks of the first
+            fifth of the run. The warm-up ends with the last block whose median is outside of the
+            middle 90% of the second fifth.
 
     Returns:
         The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
@@ -192,7 +186,7 @@ def suggest_max_norm(
         FileNotFoundError: no such file.
         TypeError: a history of another kind.
         ValueError: not a history file; a negative norm; fewer than 20 finite norms after the
-            warm-up; no such run.
+            warm-up.
 
     Notes:
         Everything is computed on the host; reading norms from a device waits for it.
@@ -202,20 +196,9 @@ def suggest_max_norm(
         Gradient Clipping for Source Separation Networks, https://arxiv.org/abs/2007.14469, 2020
         (limits at a quantile of the norms). OLMo-core, `StabilityMonitorCallback` (SpikeScore).
     """
-    recorded = _as_history(history)
-    runs = dict(enumerate(recorded.runs, 1))
-    norms = {n: rows.norms[_usable(rows, warmup)[0]] for n, rows in runs.items()}
-    if run is None:
-        # The last with enough steps.
-        run = max((len(x) >= _ENOUGH, len(x) >= _LEAST_STEPS, n) for n, x in norms.items())[-1]
-    recorded.run(run)
-    suggestion = _suggest(run, runs, warmup)
-    others: dict[int, str | None] = {}
-    for n in (n for n in runs if n != run):
-        others[n] = None
-        if len(norms[n]) >= _LEAST_STEPS:
-            others[n] = _other(suggestion, _suggest(n, runs, warmup), norms[n])
-    return replace(suggestion, reason=suggestion.reason + _on_runs(run, runs, others))
+    if not (warmup is None or (type(warmup) is int and warmup >= 0)):
+        raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
+    return _suggest(_as_history(history), warmup)
 
 
 def _as_history(history: object) -> History:
@@ -251,19 +234,16 @@ def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
     usable = run.is_positive
     if warmup is None:
         warmup = warmup_of(run.norms, usable)
-    elif isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
     usable[:warmup] = False
     return usable, warmup
 
 
-def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Suggestion:
-    """The suggestion for one of several runs, without regard to the others."""
-    run = whole = runs[number]
+def _suggest(whole: History, warmup: int | None) -> Suggestion:
+    run = whole
     trouble = _trouble(run, warmup or 0)
     if trouble is not None:
         # A warm-up is found by later steps, which went wrong.
-        run, warmup = run.part(0, trouble.end), warmup or 0
+        run, warmup = run.first(trouble.end), warmup or 0
     usable, warmup = _usable(run, warmup)
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
@@ -278,12 +258,9 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
             remedy = "the warm-up leaves none of the run: make it shorter"
         elif len(run) >= _LEAST_STEPS > n_positive:
             remedy = "the others are 0: measure after backward() and before zero_grad()"
-        of_run = f" of run {number}, of {len(runs)}" if len(runs) > 1 else ""
-        remarks = _on_replaced(run)
         raise ValueError(
             f"expected at least {_LEAST_STEPS} finite norms over 0 after a warm-up of {warmup} "
-            f"steps, got {len(norms)} in {len(run)} steps{of_run}; {remedy}"
-            f"{remarks and '.' + remarks}"
+            f"steps, got {len(norms)} in {len(run)} steps; {remedy}"
         )
     trend = trend_of(norms)
     largest = norms.topk(min(_N_SPIKES, len(norms)))
@@ -346,7 +323,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
         )
     return Suggestion(
         max_norm=recommended,
-        reason=reason + _on_replaced(run),
+        reason=reason,
         verdict=verdict,
         candidates=_candidates(norms, spikes, recommended, in_use) if has_candidates else (),
         spikes=spikes,
@@ -355,8 +332,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
         steps=len(norms),
         nonfinite=n_nonfinite,
         zeros=int((run.norms == 0).sum()),
-        run=number,
-        spike_score=whole.spike_score,
+        spike_score=spike_score_of(whole.norms[whole.is_positive]),
     )
 
 
@@ -436,18 +412,6 @@ def _first_third(run: History) -> Tensor:
 def _usual(run: History) -> float:
     """The median norm of the first third, in two digits."""
     return two_digits(_first_third(run).quantile(0.5))
-
-
-def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
-    """The suggestion for another run in words; "" if this one fits it, by clipping its tail too."""
-    limit, its_limit = suggestion.max_norm, other.max_norm
-    if suggestion.verdict == other.verdict:
-        if limit is None or its_limit is None or limit == its_limit:
-            return ""
-        most = max(_MOST_SHARE, _share(norms, its_limit))
-        if _LEAST_SHARE <= _share(norms, limit) <= most:
-            return ""
-    return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
 
 
 def _share(norms: Tensor, limit: float) -> float:
@@ -595,38 +559,6 @@ def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> s
     if share < _LEAST_SHARE:
         return f"{use}, less than the tail."
     return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
-
-
-def _on_replaced(run: History) -> str:
-    """Sentences on rows that later ones replaced; "" without any."""
-    if not run.replaced:
-        return ""
-    return (
-        f" Step numbers repeat, and only the later rows count: {run.replaced} earlier ones were "
-        "left out. If these are two runs, record each in its own file."
-    )
-
-
-def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str | None]) -> str:
-    """Sentences on other runs: their suggestions, "" if it agrees, None for too few steps."""
-    if len(runs) == 1:
-        return ""
-    remarks = f" This is run {number} of {len(runs)}, from step {runs[number].steps[0]} on."
-    agree = [str(n) for n, other in others.items() if other == ""]
-    differ = [f"{n} ({other})" for n, other in others.items() if other]
-    short = [str(n) for n, other in others.items() if other is None]
-    if agree:
-        remarks += f" The same holds for {_numbered(agree)}."
-    if differ:
-        remarks += f" It does not for {_numbered(differ)}; choose one by run= or --run."
-    if short:
-        has = "has" if len(short) == 1 else "have"
-        remarks += f" {_numbered(short).capitalize()} {has} too few steps to be judged."
-    return remarks
-
-
-def _numbered(runs: Sequence[str]) -> str:
-    return f"run{'s' * (len(runs) > 1)} {join_names(runs)}"
 
 
 def _short(number: float, digits: int = 2) -> str:

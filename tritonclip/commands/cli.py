@@ -25,7 +25,6 @@ from tritonclip.messages import is_own
 
 if TYPE_CHECKING:
     from tritonclip.advice.suggestion import Suggestion
-    from tritonclip.monitor.recorder import Recorder
 
 # Options of `run` that a script may be given by mistake.
 _OF_RUN = {"--compare", "--record"}
@@ -82,12 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         ("find", "train for short times under many limits, and say which is best", _add_find),
         (
             "suggest",
-            "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients",
+            "suggest max_norm from FILE, a recorder's .csv",
             _add_history,
         ),
         (
             "plot",
-            "draw the norms in FILE, with candidates for max_norm and largest gradients",
+            "draw the norms in FILE, with candidates for max_norm",
             _add_plot,
         ),
     ):
@@ -112,8 +111,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--record",
         metavar="FILE",
-        help="write the norm of every call to FILE, .csv or .jsonl, for suggest and plot; a run "
-        "more where FILE has some",
+        help="write the norm of every call to FILE, a new .csv file, for suggest and plot",
     )
     command.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
@@ -159,13 +157,7 @@ def _add_history(command: argparse.ArgumentParser) -> None:
         "--warmup",
         type=_at_least(0),
         metavar="STEPS",
-        help="steps to leave out at the start of each run; found by default",
-    )
-    command.add_argument(
-        "--run",
-        type=_at_least(1),
-        metavar="NUMBER",
-        help="one run, where FILE has several; by default the last with enough steps",
+        help="steps to leave out at the start; found by default",
     )
 
 
@@ -205,10 +197,11 @@ def run(chosen: argparse.Namespace) -> int:
     """Runs a script under `patch_torch`, as Python would; errors of the script are raised."""
     process, is_first, file = os.getpid(), rank() == 0, chosen.record
     try:
-        recorder, earlier = None, 0
+        recorder = None
         if file is not None:
-            recorder = tritonclip.record(file, write=is_first, append=True)
-            earlier = recorder.steps
+            recorder = tritonclip.record(file, write=is_first)
+            if is_first and recorder.path.exists():
+                raise FileExistsError(f"{file} exists; expected the name of a new file")
         program = (script.module if chosen.is_module else script.script)(chosen.script)
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -239,16 +232,11 @@ def run(chosen: argparse.Namespace) -> int:
                 report = log.report(patch.served_by_torch, failed=failed)
                 print(f"tritonclip run: {report}", file=sys.stderr)
             if is_first and recorder is not None:
-                print(_recorded(recorder, file, earlier), file=sys.stderr)
+                command = f"python -m tritonclip suggest {file}"
+                is_there = recorder.steps > 0
+                said = f"norms are in {file}: {command}" if is_there else "no norm was recorded"
+                print(said, file=sys.stderr)
     return 0
-
-
-def _recorded(recorder: Recorder, file: str, earlier: int) -> str:
-    """Where the norms of a run are, after `earlier` steps in the file; or that there are none."""
-    if recorder.steps == earlier:
-        return f"no norm was recorded: {file} was not {'changed' if earlier else 'written'}"
-    run = f"appended to {file} as run {recorder.state_dict()['run']}" if earlier else f"in {file}"
-    return f"norms are {run}: python -m tritonclip suggest {file}"
 
 
 def _fail(error: BaseException) -> int:
@@ -310,12 +298,8 @@ def _show_progress(done: int, most: int) -> None:
 
 def suggest(chosen: argparse.Namespace) -> int:
     """Prints the suggestion."""
-    from tritonclip.monitor.history import read
-
-    history = read(chosen.file)
-    suggestion = tritonclip.suggest_max_norm(history, warmup=chosen.warmup, run=chosen.run)
-    of_run = f" of run {suggestion.run}" if len(history.spans) > 1 else ""
-    judged = f"Judged by the norms of {suggestion.steps} steps{of_run}"
+    suggestion = tritonclip.suggest_max_norm(chosen.file, warmup=chosen.warmup)
+    judged = f"Judged by the norms of {suggestion.steps} steps"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
     print(f"{judged}; {_left_out(suggestion)}.")
@@ -340,8 +324,6 @@ def plot(chosen: argparse.Namespace) -> int:
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)
-    if chosen.run is not None:
-        history = history.run(chosen.run)
     target = chosen.out or chosen.file.with_suffix(".png")
     if chosen.out is None and target.exists():
         raise FileExistsError(f"{target} exists; to replace it, write --out {target}")

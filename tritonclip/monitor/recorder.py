@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
-import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,17 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tritonclip.messages import ClippingWarning, join_names, printable, warn_user
+from tritonclip.messages import join_names, printable
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history import SpikeCounter
-from tritonclip.monitor.history_file import COLUMNS, Cell, HistoryFile
+from tritonclip.monitor.history import COLUMNS, PREFIX, check_path
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 from tritonclip.rules.arguments import as_count, as_flag, local_number
 
-# Places of cells; the numbers of a row are these without the run.
-_STEP, _NORM, _SKIPPED = map(COLUMNS.index, ("step", "norm", "skipped"))
-# The last recorder of each file in this process, while it is alive.
-_open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
+# Places of cells that are no floating-point numbers.
+_STEP, _SKIPPED = COLUMNS.index("step"), COLUMNS.index("skipped")
 
 
 def record(
@@ -33,7 +31,6 @@ def record(
     every: int = 100,
     each: bool = False,
     write: bool | None = None,
-    append: bool | None = None,
 ) -> Recorder:
     """Makes a recorder, which writes the norms of a run to a file for `suggest` and `plot`.
 
@@ -52,21 +49,19 @@ def record(
         ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
         ...         weight.data -= weight.grad
         >>> print(path.read_text(), end="")
-        run,step,norm,coefficient,limit,skipped,loss
-        1,1,10.0,,1.0,,
-        1,2,8.0,,1.0,,
+        step,norm,coefficient,limit,skipped,loss
+        1,10.0,,1.0,,
+        2,8.0,,1.0,,
 
     Args:
-        path: the file, .csv or .jsonl, which is made at the first flush. An open recorder of this
-            file in this process is closed.
+        path: the .csv file, which is made at the first flush. It has the steps of one run: if it
+            has any already, the first step raises, unless the run resumed from a checkpoint.
         every: the number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
             Gradients are read once more, unless their rule measures these norms. The optimizer
             knows the names if it was made from `model.named_parameters()`.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
-        append: whether to append to a file that already has steps. The columns must be the same,
-            and the step count continues. None: append, with a warning. False: raise.
 
     Returns:
         The recorder, also a context manager. `ClippedOptimizer(..., recorder=recorder)` adds every
@@ -74,30 +69,18 @@ def record(
 
     Raises:
         FileNotFoundError: no such folder.
-        FileExistsError: a file with steps, with append=False.
         TypeError: an argument of another kind.
-        ValueError: another ending, `every` below 1, or a file that no recorder wrote.
-
-    Warns:
-        ClippingWarning: a file with steps, without `append`.
+        ValueError: another ending, or `every` below 1.
 
     Notes:
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
         Unknown values are empty in the file. A run that resumes from a checkpoint loads
-        `state_dict()`; without it, rows are appended as another run, with step numbers that
-        continue. docs/choosing_max_norm.md has all columns.
+        `state_dict()`, as a ClippedOptimizer does with its own; its rows then replace those after
+        the checkpoint. docs/choosing_max_norm.md has all columns.
     """
-    recorder = Recorder(path, every=every, each=each, write=write, append=append)
-    if append is None and recorder.steps:
-        warnings.warn(
-            f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
-            "append=True to append without this warning, or another path for a new file",
-            ClippingWarning,
-            stacklevel=2,
-        )
-    return recorder
+    return Recorder(path, every=every, each=each, write=write)
 
 
 class Recorder:
@@ -115,9 +98,9 @@ class Recorder:
         ...     optimizer.step()
         >>> recorder.close()
         >>> print(recorder.path.read_text(), end="")
-        run,step,norm,coefficient,limit,skipped,loss
-        1,1,10.0,0.09999999403953552,1.0,0,
-        1,2,8.0,0.1249999850988388,1.0,0,
+        step,norm,coefficient,limit,skipped,loss
+        1,10.0,0.09999999403953552,1.0,0,
+        2,8.0,0.1249999850988388,1.0,0,
 
     Attributes:
         path: of the file.
@@ -126,9 +109,6 @@ class Recorder:
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
-    # Whether it was closed because another one was made for its file.
-    _is_replaced = False
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -136,41 +116,29 @@ class Recorder:
         every: int = 100,
         each: bool = False,
         write: bool | None = None,
-        append: bool | None = None,
     ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
-                f"path must be that of a .csv or .jsonl file, such as 'run.csv', got {path!r:.80}"
+                f"path must be that of a .csv file, such as 'run.csv', got {path!r:.80}"
             )
-        for name, choice in (("write", write), ("append", append)):
-            if not (choice is None or isinstance(choice, bool)):
-                raise TypeError(f"{name} must be True, False or None, got {choice!r}")
+        if not (write is None or isinstance(write, bool)):
+            raise TypeError(f"write must be True, False or None, got {write!r}")
         self.every = as_count("every", every, 1)
         self.each = as_flag("each", each)
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
+        check_path(self.path)
         # For a process that does not write, the folder may be on another machine.
-        file = HistoryFile(self.path, find=self._write is not False)
-        writer = _open.get(self.path)
-        if append is False and (file.last_step or (writer is not None and writer.steps)):
-            raise FileExistsError(
-                f"{self.path} already has steps, but append=False expects a file without any; "
-                "pass another path, or append=True to append to the file"
+        if self._write is not False and not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                f"{self.path}: expected an existing folder, got {self.path.parent}; make it first"
             )
-        if writer is not None:
-            # As where a notebook's cell is run again. Its rows come first.
-            writer.close()
-            writer._is_replaced = True
-            file = HistoryFile(self.path, find=self._write is not False)
-        self._rows = _RowWriter(file, every)
-        self.steps: int = file.last_step
+        self._rows = _RowWriter(_HistoryFile(self.path), every)
+        self.steps: int = 0
         self._names: tuple[str, ...] | None = None
-        _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
-        # The ClippedOptimizer that adds its steps.
-        self._user: weakref.ref[object] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -188,17 +156,6 @@ class Recorder:
     def names(self) -> tuple[str, ...] | None:
         """The names of `norms`, fixed by the first step; None before."""
         return self._names
-
-    @property
-    def spike_score(self) -> float:
-        """SpikeScore of the rows that this recorder wrote; see :func:`suggest_max_norm`.
-
-        The share of the steps whose norm is above the mean plus 6 standard deviations of the 128
-        norms before; NaN before 129 norms, and in a process that does not write. Rows are judged
-        when a flush writes them: nothing waits for the device, and the last rows may be missing.
-        `load_state_dict` begins the score anew.
-        """
-        return self._rows.spikes.score
 
     def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
@@ -249,6 +206,7 @@ class Recorder:
             TypeError: a value of another kind.
             ValueError: several elements; a negative norm; other names than at the last step or in
                 the file.
+            FileExistsError: the file has the steps of another run.
             RuntimeError: the recorder is closed, or belongs to another process; a CUDA graph is
                 captured; make_fx or FakeTensorMode traces the call.
             OSError: the file cannot be written; the rows are kept for the next flush.
@@ -280,7 +238,7 @@ class Recorder:
 
         Raises:
             OSError: the file cannot be written; the rows are kept for the next flush.
-            RuntimeError: as for `add_`; another writer changed the file.
+            RuntimeError: the recorder is closed, or belongs to another process.
         """
         self._check_open()
         self._rows.flush()
@@ -299,26 +257,25 @@ class Recorder:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The numbers of the last step and of the run in the file, for a checkpoint."""
-        return {"steps": self.steps, "run": self._rows.file.run}
+        """The number of the last step, for a checkpoint."""
+        return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues the run of a checkpoint after its step; begins `spike_score` anew.
+        """Continues the run of a checkpoint after its step, in its file.
 
-        All rows so far are written first. The file keeps the rows of later steps; of rows of a run
-        with the same step, readers take the last.
+        All rows so far are written first. The first row that is written later replaces those of
+        the steps after the checkpoint.
 
         Args:
-            state: the result of `state_dict`; without `run`, the recorder continues its own run.
+            state: the result of `state_dict`.
 
         Raises:
             ValueError: not the result of `state_dict`.
             OSError, RuntimeError: as for `flush`.
         """
-        steps, run = saved_place(state)
+        steps = saved_steps(state)
         self._rows.flush()
-        self._rows.spikes = SpikeCounter()
-        self.steps, self._rows.file.run = steps, run or self._rows.file.run
+        self.steps = self._rows.file.resumed = steps
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         if self._names is not None:
@@ -341,31 +298,16 @@ class Recorder:
         self._names = names
 
     def _check_open(self) -> None:
-        if self._is_replaced:
-            raise RuntimeError(
-                f"this recorder of {self.path} was closed when another one was made for the same "
-                "file; expected the newer one: pass one recorder around, or give each a path"
-            )
         if self.is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
-                "record(path, append=True), which appends to the file"
+                "record(...) with another path"
             )
         if os.getpid() != self._rows.process:
             raise RuntimeError(
                 f"the recorder of {self.path} belongs to process {self._rows.process}, got a call "
                 "from a fork; record in that process, or make a recorder with another path here"
             )
-
-    def note_user(self, user: object) -> None:
-        """Warns where another live optimizer adds its steps, too."""
-        noted = self._user and self._user()
-        if noted is not None and noted is not user:
-            warn_user(
-                f"the recorder of {self.path} takes the steps of two wrappers, whose rows will "
-                "alternate; expected a recorder for each, with another path"
-            )
-        self._user = weakref.ref(user)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -388,16 +330,15 @@ def as_recorder(recorder: object) -> Recorder | None:
     )
 
 
-def saved_place(state: object) -> tuple[int, int | None]:
-    """Step and run of a recorder's saved state; None for the run where none was saved."""
-    saved = state if isinstance(state, Mapping) else {}
-    steps, run = saved.get("steps", -1), saved.get("run", 1)
-    if not (type(steps) is type(run) is int and 0 <= steps < 2**53 and 0 < run < 2**53):
+def saved_steps(state: object) -> int:
+    """The step of a recorder's saved state."""
+    steps = state.get("steps") if isinstance(state, Mapping) else None
+    if not (type(steps) is int and 0 <= steps < 2**53):
         raise ValueError(
-            "expected the result of Recorder.state_dict(), {'steps': number, 'run': number}, got "
+            "expected the result of Recorder.state_dict(), {'steps': number}, got "
             f"{state!r:.80}. Nothing was loaded"
         )
-    return steps, saved.get("run")
+    return steps
 
 
 def _rank_decides() -> bool | None:
@@ -435,20 +376,86 @@ def _checked_value(
     return number
 
 
-def _cells_of(row: Row, run: int) -> list[Cell]:
-    """The cells of a row: the step as a whole number, `skipped` as a truth value."""
-    cells: list[Cell] = [run, *row]
-    for at, kind in ((_STEP, int), (_SKIPPED, bool)):
+def _as_csv(rows: Sequence[Sequence[float | str | None]]) -> bytes:
+    """Lines of comma-separated values; numbers in full precision."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+class _HistoryFile:
+    """The file of a recorder, made with the first rows.
+
+    `resumed` is the step of a checkpoint whose run continues, until rows are written: these replace
+    the rows of later steps in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.resumed: int | None = None
+        self._header = b""
+        # The bytes of whole lines.
+        self._size = 0
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Fixes the columns, at the first row; raises if the file has others, or another run."""
+        header = _as_csv([(*COLUMNS, *(PREFIX + printable(name) for name in names))])
+        if self.path.exists() and self.path.stat().st_size:
+            if self.resumed is None:
+                raise FileExistsError(
+                    f"{self.path} has the steps of another run; a file has those of one: pass "
+                    "another path to record(...), or move the file. To resume the run, load the "
+                    "recorder's state from its checkpoint before the first step"
+                )
+            with self.path.open("rb") as file:
+                found = file.readline()
+            if found != header:
+                had, got = (one.decode(errors="replace").strip() for one in (found, header))
+                raise ValueError(
+                    f"{self.path} has the columns {printable(had):.200}; to resume its run, "
+                    f"expected the same, got {got:.200}: record with the each= and the norms= of "
+                    "the rows that are there, or pass another path to record(...)"
+                )
+        self._header = header
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Writes rows."""
+        if self.resumed is not None:
+            self._size, self.resumed = self._size_until(self.resumed), None
+        data = _as_csv(list(map(_cells_of, rows)))
+        with self.path.open("ab") as file:
+            # A write that failed may have left half a row.
+            file.truncate(self._size)
+            size = file.write(data if self._size else self._header + data)
+        self._size += size
+
+    def _size_until(self, last: int) -> int:
+        """The bytes of the column names and of the rows of steps up to the last one."""
+        if not self.path.exists():
+            return 0
+        with self.path.open("rb") as file:
+            size = len(file.readline())
+            for line in file:
+                if not line.endswith(b"\n") or int(line.partition(b",")[0]) > last:
+                    break
+                size += len(line)
+        return size
+
+
+def _cells_of(row: Row) -> list[float | None]:
+    """The cells of a row: the step as a whole number, `skipped` as 1 or 0."""
+    cells = [*row]
+    for at in (_STEP, _SKIPPED):
         if (value := cells[at]) is not None:
-            cells[at] = kind(value)
+            cells[at] = int(value)
     return cells
 
 
 class _RowWriter:
     """Carries rows from their device to the file; outlives its recorder until they are written."""
 
-    def __init__(self, file: HistoryFile, every: int) -> None:
-        self.file, self.process, self.spikes = file, os.getpid(), SpikeCounter()
+    def __init__(self, file: _HistoryFile, every: int) -> None:
+        self.file, self.process = file, os.getpid()
         self.buffer = RowBuffer(every)
         # On the host, and not yet written.
         self._arrived: list[Row] = []
@@ -460,6 +467,5 @@ class _RowWriter:
         self.buffer.send_()
         self._arrived += self.buffer.take(wait=wait)
         if self._arrived:
-            self.file.append([_cells_of(row, self.file.run) for row in self._arrived])
-            arrived, self._arrived = self._arrived, []
-            self.spikes.add_(row[_NORM - 1] for row in arrived)
+            self.file.append(self._arrived)
+            self._arrived = []

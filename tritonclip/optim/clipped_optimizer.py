@@ -257,8 +257,6 @@ class ClippedOptimizer(ScalerSide):
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
-        if recorder is not None:
-            recorder.note_user(self)
 
     @torch.compiler.disable(recursive=False)
     def step(

@@ -31,7 +31,7 @@ from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder, saved_place
+from tritonclip.monitor.recorder import Recorder, saved_steps
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     TWO_NORM,
@@ -373,7 +373,7 @@ class StepLog:
         states.steps = saved_count("calls", part.pop("calls", 0))
         recorded = part.pop("recorder", None)
         if recorded is not None:
-            saved_place(recorded)
+            saved_steps(recorded)
         part.pop("has_state", None)
         stats = ClipStats(grouping.device)
         stats.load_state_dict(part)
