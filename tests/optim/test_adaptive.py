@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ import tritonclip
 from helpers.cases import assert_bits, copies
 from helpers.loss_scale import scaled_step
 from helpers.optimizers import torch_saved
-from helpers.serving import decided_on_device
 from helpers.training import (
     closure_of,
     give_grads,
@@ -193,19 +191,6 @@ def test_a_step_that_overflows_is_not_remembered(rule, make, scaler_type):
             scale.update(8.0)
         step_on(twins, other, number, size=size)
     assert_bits(params, copies(twins))
-
-
-@pytest.mark.parametrize("decided", [nullcontext, decided_on_device], ids=["host", "device"])
-def test_a_step_that_a_later_evaluation_undoes_is_not_remembered(decided):
-    params, optimizer = wrapped(
-        lambda p: torch.optim.LBFGS(p, 0.1, 4), ClipByQuantile(0.5, 9), nonfinite="skip"
-    )
-    with decided():
-        for later in (1.0, math.nan):
-            optimizer.step(closure_of(params, optimizer, [1.0, *[later] * 8]))
-    memory = memory_of(optimizer)["rule"]
-    assert optimizer.stats.summary()["skipped_steps"] == 1
-    assert (n_norms(memory), memory["steps"]) == (1, 2)
 
 
 def test_groups_remember_norms_of_their_own():

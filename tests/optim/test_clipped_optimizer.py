@@ -23,7 +23,6 @@ from helpers.optimizers import (
     one_weight,
     train,
 )
-from helpers.training import POLICIES
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 
@@ -126,7 +125,7 @@ def searched(factors=(1.0, 2.0, 0.25)):
     return wrapper, closure
 
 
-@pytest.mark.parametrize("nonfinite", POLICIES)
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
 def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
     """And returns what the wrapped optimizer returns."""
     wrapper, closure = searched((0.25, 2.0, 0.5))
@@ -137,7 +136,7 @@ def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
     assert (stats.steps, stats.clipped_steps) == (1, 1)
 
 
-@pytest.mark.parametrize("nonfinite", POLICIES)
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
 def test_step_divides_the_gradients_of_each_evaluation_by_the_loss_scale(nonfinite):
     wrapper, closure = searched((4.0, 8.0, 1.0))
     wrapper.nonfinite = nonfinite

@@ -23,8 +23,6 @@ from helpers.optimizers import (
 )
 from tritonclip import ClippedOptimizer
 
-JUDGING = ["skip", "error"]
-
 
 class _ZeroFirst(Optimizer):
     """Sets gradients to zero before it evaluates."""
@@ -98,14 +96,47 @@ def test_step_equals_that_of_a_bare_optimizer_whose_closure_clips(kind, nonfinit
     assert wrapper.stats.summary()["clipped_steps"] == 3
 
 
-@pytest.mark.parametrize("nonfinite", JUDGING)
-@pytest.mark.parametrize("kind", [_ZeroFirst, _AscendFirst], ids=["zero", "ascend"])
-def test_judging_refuses_an_optimizer_that_changes_something_first(kind, nonfinite):
+@pytest.mark.parametrize("kind", [_ZeroFirst, torch.optim.LBFGS], ids=["own", "LBFGS"])
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "skip"}, {"nonfinite": "error"}, {"skip_above": 5.0}], ids=str
+)
+def test_judging_is_refused_to_an_optimizer_that_needs_a_closure(kind, options):
     weight, closure = quadratic()
-    wrapper = ClippedOptimizer(kind([weight]), 2.5, nonfinite=nonfinite)
-    with pytest.raises(RuntimeError, match=r"changes parameters or gradients before .* 'zero', or"):
-        wrapper.step(closure)
-    assert wrapper.stats.summary()["steps"] == 0
+    message = f"{kind.__name__} evaluates its closure within the step, .*; expected nonfinite="
+    with pytest.raises(ValueError, match=message):
+        ClippedOptimizer(kind([weight]), 2.5, **options)
+    wrapper = ClippedOptimizer(kind([weight]), 2.5)
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=message):
+        setattr(wrapper, name, value)
+    assert (wrapper.nonfinite, wrapper.skip_above) == ("propagate", None)
+    wrapper.step(closure)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "skip"}, {"nonfinite": "error"}, {"skip_above": 50.0}], ids=str
+)
+def test_judged_closure_is_evaluated_once_and_its_loss_returned(options):
+    """The wrapped optimizer steps without it."""
+    weight, closure = quadratic()
+    twin, twin_closure = quadratic(clips=True)
+    losses: list[torch.Tensor] = []
+
+    def noted() -> torch.Tensor:
+        losses.append(closure())
+        return losses[-1]
+
+    class Bare(SGD):
+        def step(self, closure=None):
+            assert closure is None
+            return super().step()
+
+    wrapper, bare = ClippedOptimizer(Bare([weight], lr=0.1), 2.5, **options), SGD([twin], lr=0.1)
+    for _ in range(2):
+        assert wrapper.step(noted) is losses[-1]
+        bare.step(twin_closure)
+    assert len(losses) == 2
+    assert_bits([weight], [twin])
 
 
 def test_optimizer_that_ignores_its_closure_is_found_out():
@@ -204,7 +235,7 @@ def test_step_of_lbfgs_refuses_to_go_without_a_loss(args):
     assert grad_of(weight).tolist() == [3.0, 4.0]
 
 
-@pytest.mark.parametrize("policy", ["propagate", *JUDGING])
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
 def test_gradients_of_earlier_evaluations_are_freed(policy):
     """But for those of the first, whose step is logged."""
     torch.manual_seed(0)

@@ -60,7 +60,6 @@ class Verdict(NamedTuple):
 
 
 TAKEN = Verdict()
-SKIPPED = Verdict(left_out=True, skip=True)
 
 
 # In this order in one tensor, which moves in one copy.

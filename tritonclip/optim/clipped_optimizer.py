@@ -12,12 +12,11 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
-from tritonclip.monitor.stats import SKIPPED, ClipStats, Flag, Verdict, either
+from tritonclip.monitor.stats import ClipStats, Flag, Verdict, either
 from tritonclip.optim.amp import (
     ScalerSide,
     ScalerState,
     step_unless,
-    takes_found_inf,
 )
 from tritonclip.optim.checkpoint import (
     keep_rules_out_,
@@ -33,6 +32,7 @@ from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
     evaluate,
+    refuse_judging,
     step_evaluating,
 )
 from tritonclip.optim.outliers import OutlierTest, as_loss, as_skip_bound
@@ -120,7 +120,8 @@ class ClippedOptimizer(ScalerSide):
 
     Raises:
         TypeError: an argument that is not an optimizer, or not a rule.
-        ValueError: an optimizer that already has a wrapper; an unknown policy;
+        ValueError: an optimizer that already has a wrapper; an unknown policy; "skip", "error" or
+            `skip_above` for an optimizer that needs a closure, such as LBFGS;
             `max_consecutive_skips` although no step is skipped; a parameter group with
             differentiable=True.
 
@@ -132,7 +133,7 @@ class ClippedOptimizer(ScalerSide):
 
         Under a GradScaler, gradients are unscaled before they are clipped, with or without a call
         of `unscale_`: docs/mixed_precision.md. With a closure, gradients are clipped after each
-        evaluation; "skip" and "error" evaluate it before the wrapped optimizer does.
+        evaluation; "skip", "error" and `skip_above` evaluate it once, and step without it.
 
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
@@ -168,6 +169,7 @@ class ClippedOptimizer(ScalerSide):
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
+        refuse_judging(optimizer, self._policy, skip_above)
         groups = optimizer.param_groups
         self._log = StepLog(self._grouping, RuleStates(outliers), watch)
         self.recorder = recorder
@@ -206,7 +208,9 @@ class ClippedOptimizer(ScalerSide):
 
     @nonfinite.setter
     def nonfinite(self, nonfinite: str) -> None:
-        self._policy = policy_of(nonfinite)
+        policy = policy_of(nonfinite)
+        refuse_judging(self.optimizer, policy, self.skip_above)
+        self._policy = policy
 
     @property
     def skip_above(self) -> float | Outlier | None:
@@ -215,8 +219,9 @@ class ClippedOptimizer(ScalerSide):
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        outliers = self._log.states.outliers
-        outliers.skip_above = as_skip_bound(skip_above)
+        outliers, skip_above = self._log.states.outliers, as_skip_bound(skip_above)
+        refuse_judging(self.optimizer, self._policy, skip_above)
+        outliers.skip_above = skip_above
         if not isinstance(skip_above, Outlier):
             # Nothing would judge it.
             outliers.loss = None
@@ -345,22 +350,11 @@ class ClippedOptimizer(ScalerSide):
         measure = partial(self._measure_without_grad, grad_scale)
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
-        if not self._policy.checks and self.skip_above is None:
-            return step_evaluating(self.optimizer, closure, measure, self._log)
-        loss = evaluate(closure, self.optimizer, measure)
-        if loss is None or takes_found_inf(self.optimizer):
-            # Nothing to hand on, or an optimizer that evaluates first and only once.
-            _, taken = self._step(grad_scale=grad_scale)
-            return loss, taken
-        # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
-        step = measure()
-        if bool(step.is_unwanted()):
-            step.verdict = SKIPPED
-            self._log.add(step)
-            return loss, False
-        if self._policy.raises:
-            step.raise_if_nonfinite()
-        return step_evaluating(self.optimizer, closure, measure, self._log, (loss, step))
+        if self._policy.checks or self.skip_above is not None:
+            # Evaluated before the wrapped optimizer could do it, while nothing has changed yet.
+            loss = evaluate(closure, self.optimizer, measure)
+            return loss, self._step(grad_scale=grad_scale)[1]
+        return step_evaluating(self.optimizer, closure, measure, self._log), True
 
     @torch.compiler.disable
     @without_grad

@@ -17,7 +17,7 @@ from tritonclip.engine.memory import OverlapError, are_apart, find_overlap, memo
 from tritonclip.optim.clip_groups import ClipGroup
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
-NONFINITE_REMEDY = (
+_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
     "or set nonfinite to 'propagate', 'zero' or 'skip'"
 )
@@ -90,18 +90,18 @@ def _refuse_shared(lists: Sequence[Gradients]) -> None:
         )
 
 
-def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
+def refuse_nonfinite(groups: Sequence[ClipGroup]) -> NoReturn:
     """RuntimeError for a step that is not finite, which names the parameters with NaN or inf."""
     for group in groups:
         if group.norms is not None:
             if group.unclipped:
-                raise_if_any_nonfinite(group.gradients, remedy)
+                raise_if_any_nonfinite(group.gradients, _REMEDY)
             else:
                 norm = group.norms.norm()
-                raise_if_nonfinite(group.gradients, group.norms, norm, remedy, group.rule)
+                raise_if_nonfinite(group.gradients, group.norms, norm, _REMEDY, group.rule)
     if any(group.is_spread for group in groups):
-        raise RuntimeError(f"Another process refuses its gradients. {remedy}")
+        raise RuntimeError(f"Another process refuses its gradients. {_REMEDY}")
     raise RuntimeError(
         "Every gradient is finite, but divided by the loss scale the largest does not fit its "
-        f"dtype. {remedy}"
+        f"dtype. {_REMEDY}"
     )

@@ -45,7 +45,6 @@ from tritonclip.optim.clip_groups import (
 from tritonclip.optim.outliers import Judgement, OutlierTest
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import (
-    NONFINITE_REMEDY,
     Policy,
     refuse,
     refuse_nonfinite,
@@ -269,8 +268,6 @@ class Step:
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
-    @torch.compiler.disable
-    @without_grad
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
         skip = self.nonfinite() if self.policy.skips else False
@@ -280,12 +277,10 @@ class Step:
             skip = either(skip, self.outlier.flag)
         return skip
 
-    @torch.compiler.disable
-    @without_grad
-    def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
+    def raise_if_nonfinite(self) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if bool(self.nonfinite()):
-            refuse_nonfinite(self.clip_groups, remedy)
+            refuse_nonfinite(self.clip_groups)
 
     def clip_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
