@@ -1,14 +1,17 @@
-"""A script or a module run as Python runs it, by `python -m tritonclip run`."""
+"""A script or a module run as Python runs it, by `python -m tritonclip run`.
+
+Not by runpy, which takes the module `__main__` away at the end, where pickle and functions that run
+at exit still need it, and gives a script neither its loader nor its traceback.
+"""
 
 from __future__ import annotations
 
 import builtins
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -28,16 +31,12 @@ class Program(NamedTuple):
         vars(main).update(self.attributes, __builtins__=builtins)
         # Where pickle and multiprocessing look up classes and functions.
         sys.modules["__main__"] = main
-        frames: TracebackType | None = None
+        code = None
         try:
             code = self.code()
-            try:
-                exec(code, vars(main))
-            except BaseException as error:
-                frames = error.__traceback__ and error.__traceback__.tb_next
-                raise
+            exec(code, vars(main))
         except BaseException as error:
-            _hide_frames(error, frames)
+            _hide_frames(error, code)
             raise
 
 
@@ -51,13 +50,9 @@ def script(path: str) -> Program:
     _set_first_path(str(Path(path).resolve().parent))
     # As Python does since 3.9: valid also where the script changes its folder.
     file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
-
-    def code() -> CodeType:
-        with io.open_code(file) as source:
-            return compile(source.read(), file, "exec", dont_inherit=True)
-
     loader = SourceFileLoader("__main__", file)
-    return Program(code, {"__file__": file, "__cached__": None, "__loader__": loader}, path)
+    attributes = {"__file__": file, "__cached__": None, "__loader__": loader}
+    return Program(lambda: loader.source_to_code(loader.get_data(file), file), attributes, path)
 
 
 def module(name: str) -> Program:
@@ -67,10 +62,16 @@ def module(name: str) -> Program:
             f"expected the name of a module after -m, got the path {name}; leave out -m"
         )
     _set_first_path(str(Path.cwd()))
-    spec = _spec_of(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
-        spec = _spec_of(name)
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # Else a package is there, and imports a module that is not.
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
     loader: Any = spec and spec.loader
     if spec is None or not hasattr(loader, "get_code"):
         raise ValueError(f"expected a module that can be run, got {name}; no Python code is there")
@@ -84,32 +85,23 @@ def module(name: str) -> Program:
     return Program(lambda: loader.get_code(spec.name), attributes, str(spec.origin))
 
 
-def _spec_of(name: str) -> ModuleSpec | None:
-    """Finds a module; imports the packages that it lies in."""
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        # Else a package is there, and imports a module that is not.
-        if f"{name}.".startswith(f"{error.name}."):
-            return None
-        raise
-
-
 def _set_first_path(folder: str) -> None:
     """Sets the entry that is Python's own, unless Python was told to have none (-P)."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
 
-def _hide_frames(error: BaseException, own: TracebackType | None) -> None:
+def _hide_frames(error: BaseException, code: CodeType | None) -> None:
     """Lets the hook for errors that nothing catches show an error from the program's frames on."""
-    shown = sys.excepthook
+    shown, frames = sys.excepthook, error.__traceback__
+    while frames is not None and frames.tb_frame.f_code is not code:
+        frames = frames.tb_next
 
     def show(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         if value is error:
-            value, traceback = error.with_traceback(own), own
+            value, traceback = error.with_traceback(frames), frames
         shown(kind, value, traceback)
 
     sys.excepthook = show
