@@ -1,5 +1,10 @@
 """Sessions over many versions; `make test` covers the pinned ones. Run `nox -s triton_matrix`."""
 
+import ast
+import random
+import re
+import shutil
+import time
 from pathlib import Path
 
 import nox
@@ -84,18 +89,30 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Clip random lists for an hour, with threads, forks and interrupts; `-- --minutes 5`: less."""
+    """Repeat the tests of random lists with other seeds for an hour; `-- 2` for two minutes."""
     install(session)
-    session.run(
-        "python", "tools/soak.py", *session.posargs, env={**INTERPRET, "PYTHONPATH": "tests"}
-    )
+    end = time.monotonic() + 60 * float(session.posargs[0] if session.posargs else 60)
+    files = ("test_calls.py", "engine/test_concurrency.py", "engine/test_stale_plans.py")
+    while time.monotonic() < end:
+        seed = random.randrange(2**32)
+        session.run(
+            *("python", "-m", "pytest", "-q", "-x", "-n2", f"--hypothesis-seed={seed}"),
+            *("--hypothesis-profile=soak", *(f"tests/{file}" for file in files)),
+        )
 
 
 @nox.session
-def answers(session: nox.Session) -> None:
-    """Write the answers to random lists; `-- --compare before.txt after.txt` for two versions."""
+def rooms(session: nox.Session) -> None:
+    """Take away each folder that stands around the core, and run the tests of all others."""
+    enter_copy(session)
     install(session)
-    session.run("python", "tools/answers.py", *session.posargs)
+    for room in session.posargs or ("advice", "backward", "flat", "functional", "integrations"):
+        session.run("git", "checkout", "--quiet", ".", external=True)
+        take_away(room)
+        # Pages, examples and benchmarks are of the whole product.
+        whole = [f"--ignore=tests/{part}" for part in ("package", "bench")]
+        marks = "not codegen and not exhaustive"
+        session.run("python", "-m", "pytest", "-n2", "--dist", "loadgroup", "-m", marks, *whole)
 
 
 @nox.session
@@ -117,6 +134,29 @@ def trainers(session: nox.Session) -> None:
     session.install("--no-deps", *packages.split(), *needed.split())
     tests = "tests/integrations/test_patched_packages.py"
     session.run("python", "-m", "pytest", tests, *session.posargs)
+
+
+def take_away(room: str) -> None:
+    """Delete a folder with its tests, its public names, and the commands that it serves."""
+    init, line = Path("tritonclip/__init__.py"), Path("tritonclip/commands/cli.py")
+    names = {room}
+    for node in ast.walk(ast.parse(init.read_text())):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"tritonclip.{room}."):
+            names |= {alias.name for alias in node.names}
+    drop_lines(init, rf'tritonclip\.{room}\b|import {room}$|"({"|".join(names)})"')
+    for command in Path("tritonclip/commands").glob("*.py"):
+        if command != line and f"tritonclip.{room}" in command.read_text():
+            drop_lines(line, rf"\b{command.stem}\b")
+            command.unlink()
+            Path(f"tests/commands/test_{command.stem}.py").unlink()
+    for folder in ("tritonclip", "tests"):
+        shutil.rmtree(f"{folder}/{room}")
+
+
+def drop_lines(path: Path, pattern: str) -> None:
+    """Delete the lines of a file in which a pattern is found."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not re.search(pattern, line)))
 
 
 def enter_copy(session: nox.Session) -> Path:

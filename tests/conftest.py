@@ -45,6 +45,10 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.too_slow,
     ],
 )
+# Of `nox -s soak`: more examples, others in each run.
+hypothesis.settings.register_profile(
+    "soak", hypothesis.settings.get_profile("tritonclip"), derandomize=False, max_examples=600
+)
 hypothesis.settings.load_profile("tritonclip")
 
 

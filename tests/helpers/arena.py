@@ -16,15 +16,23 @@ from torch import Tensor
 
 import tritonclip
 from helpers import reference
-from helpers.cases import assert_norm, normal, parameters
-from tritonclip import ClipByNorm, ClippedOptimizer
+from helpers.cases import assert_norm, bounds_of, normal, parameters
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
 
 # The alignment of torch's allocators, so that vectorised paths are taken.
 ALIGNMENT = 64
 
 
+# How a gradient lies in the memory: as PyTorch makes it, one element off the alignment, with its
+# dimensions in the other order, with gaps between elements, and as the negative or conjugate of it.
+LAYOUTS = ("plain", "offset", "transposed", "gaps", "negated")
+
+
 class Arena:
     """Parameters whose gradients lie in one buffer, `memory`, with guard bytes around each."""
+
+    # Those that a random list of the kind may have.
+    layouts: Sequence[str] = LAYOUTS
 
     def __init__(
         self,
@@ -32,6 +40,7 @@ class Arena:
         dtypes: torch.dtype | Sequence[torch.dtype] = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        layouts: Sequence[str] | None = None,
     ) -> None:
         shapes = [(size,) if isinstance(size, int) else size for size in sizes]
         if isinstance(dtypes, torch.dtype):
@@ -39,12 +48,16 @@ class Arena:
         starts, end = [], ALIGNMENT
         for shape, dtype in zip(shapes, dtypes, strict=True):
             starts.append(end)
-            # At least one guard byte, and the next multiple of the alignment.
-            end += (math.prod(shape) * dtype.itemsize // ALIGNMENT + 1) * ALIGNMENT
+            # Room for an offset and gaps, at least one guard byte, and the next multiple of the
+            # alignment.
+            n_bytes = (2 * math.prod(shape) + 1) * dtype.itemsize
+            end += (n_bytes // ALIGNMENT + 1) * ALIGNMENT
         self.memory = torch.arange(end, device=device).to(torch.uint8)
         self.grads = [
-            self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
+            self._laid_out(start, shape, dtype, layout)
+            for start, shape, dtype, layout in zip(
+                starts, shapes, dtypes, layouts or ["plain"] * len(shapes), strict=True
+            )
         ]
         self.params = parameters(self.grads)
         self.weights = [
@@ -53,6 +66,24 @@ class Arena:
         self.restore()
         self.turn = 1000 * seed
         self.fill()
+
+    def _laid_out(
+        self, start: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+    ) -> Tensor:
+        strides = torch.empty(shape, device="meta").stride()
+        if layout == "transposed":
+            strides = torch.empty(shape[::-1], device="meta").stride()[::-1]
+        elif layout == "gaps":
+            strides = tuple(2 * stride for stride in strides)
+        grad = torch.empty(0, dtype=dtype, device=self.memory.device).set_(
+            self.memory.untyped_storage(),
+            start // dtype.itemsize + (layout == "offset"),
+            shape,
+            strides,
+        )
+        if layout == "negated":
+            return grad.conj() if dtype.is_complex else torch._neg_view(grad)
+        return grad
 
     def fill(self, size: float = 1.0) -> None:
         """Writes new values of about a size into every gradient, as a backward pass does."""
@@ -97,17 +128,39 @@ class Arena:
         self.assert_clipped(rule, self.call(rule))
 
     def _image(self, memory: Tensor, grad: Tensor) -> Tensor:
-        start = grad.data_ptr() - self.memory.data_ptr()
-        image = memory[start : start + grad.numel() * grad.itemsize]
-        return image.view(grad.dtype).view(grad.shape)
+        """The same view of a copy of the memory."""
+        image = torch.empty(0, dtype=grad.dtype).set_(
+            memory.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
+        )
+        image = torch._neg_view(image) if grad.is_neg() else image
+        return image.conj() if grad.is_conj() else image
+
+
+class TensorsArena(Arena):
+    """The gradients themselves are handed over."""
+
+    def call(self, rule: Any, **options: Any) -> Any:
+        return tritonclip.clip_tensors_(self.grads, rule, **options)
 
 
 class TorchArena(Arena):
-    """Clipped by the function that has torch's name."""
+    """Clipped by the functions that have torch's names."""
 
     def call(self, rule: Any, **options: Any) -> Any:
-        assert not options
-        return tritonclip.clip_grad_norm_(self.params, rule.max_norm)
+        error = options.get("nonfinite") == "error"
+        if isinstance(rule, ClipByValue):
+            return tritonclip.clip_grad_value_(self.params, bounds_of(rule)[1])
+        return tritonclip.clip_grad_norm_(self.params, rule.max_norm, rule.norm_type, error)
+
+
+class TwoCallsArena(Arena):
+    """The norm is measured by one of torch's functions, and handed to another."""
+
+    def call(self, rule: Any, **options: Any) -> Any:
+        error = options.get("nonfinite") == "error"
+        norm = tritonclip.get_total_norm(self.grads, rule.norm_type, error)
+        tritonclip.clip_grads_with_norm_(self.params, rule.max_norm, norm)
+        return norm
 
 
 class OptimizerArena(Arena):
@@ -116,6 +169,8 @@ class OptimizerArena(Arena):
     # For a norm, the largest one that is not skipped, by the reference; None for any.
     takes: Any = None
     fused = False
+    # Optimizers of torch do not update by negated gradients.
+    layouts: Sequence[str] = LAYOUTS[:-1]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -138,6 +193,8 @@ class FusedArena(OptimizerArena):
     """The wrapped optimizer decides whether a step is left out."""
 
     fused = True
+    # On a CPU, torch's fused optimizers read every gradient as a run of memory.
+    layouts: Sequence[str] = LAYOUTS[:2]
 
 
 # Every way to clip by the global norm.

@@ -134,7 +134,9 @@ class NativeUnits(TorchUnits):
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
         norm = self.total_each(norms, 2.0, clip.grad_scale)
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
-            torch._foreach_zero_(self.grads)
+            # Not by torch._foreach_zero_, which refuses conjugate views.
+            for grad in self.grads:
+                grad.zero_()
             return norm, 0.0
         limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
         lengths, code, rows = self.layout.grads

@@ -110,7 +110,9 @@ class TorchUnits:
         norm = self.total_each(norms, 2.0, clip.grad_scale)
         erase = clip.erase if isinstance(clip.erase, Tensor) else None
         if self.layout.on_host and erase is not None and bool(erase):
-            torch._foreach_zero_(self.grads)
+            # Not by torch._foreach_zero_, which refuses conjugate views.
+            for grad in self.grads:
+                grad.zero_()
             return norm, 0.0
         coefficient = self._coefficients(norms, clip)
         factors = factor_of(coefficient, clip.grad_scale, self._real_dtype)

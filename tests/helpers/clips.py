@@ -1,26 +1,43 @@
-"""Clips with all their options, for the soak: random ones, and each checked by a plain reference.
+"""Random calls on random gradient lists, each checked by one plain reference.
 
-A clip whose limit is a number is compared bit for bit with the formula, from the norm that the call
-measured. The limits of other rules are those of NumPy in float64, and equal to a tolerance.
+They are drawn from a `random.Random`, which may be one of hypothesis. A clip whose limit is a
+number is compared bit for bit with the formula, from the norm that the call measured. The limits of
+other rules are those of NumPy in float64, and equal to a tolerance.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import reference, units
-from helpers.arena import Arena, OptimizerArena, TorchArena
-from helpers.cases import assert_bits, assert_norm
-from helpers.memories import ADAPTIVE, assert_near, assert_remembers, coefficient, remembered
+from helpers.arena import (
+    Arena,
+    FusedArena,
+    OptimizerArena,
+    TensorsArena,
+    TorchArena,
+    TwoCallsArena,
+)
+from helpers.cases import INTERPRETED, assert_bits, assert_norm, bounds_of
+from helpers.memories import (
+    ADAPTIVE,
+    assert_near,
+    assert_remembers,
+    coefficient,
+    random_skip_bound,
+    remembered,
+)
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -31,8 +48,13 @@ from tritonclip import (
     Outlier,
 )
 
-NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 3.0, 0.5, 0.0, torch.inf, -torch.inf)
-checked: Counter[str] = Counter()
+NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 1.5, 3.0, torch.inf)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CHOICES = st.randoms(use_true_random=False)
+# Ways to clip; `clip_` has the most options.
+ARENAS = (Arena, Arena, TensorsArena, TorchArena, TwoCallsArena, OptimizerArena, FusedArena)
+# The number of elements, or the shape.
+Sizes = list[int | tuple[int, ...]]
 
 
 @dataclasses.dataclass
@@ -56,12 +78,13 @@ class Clip:
     def fill(self, arena: Arena, choice: random.Random) -> None:
         """Other values, of another size, some of them NaN or inf."""
         arena.fill(10 ** choice.uniform(-1, 1))
-        grads = [grad for grad in arena.grads if grad.numel()]
+        # NumPy multiplies complex numbers by real ones as if these were complex: inf gives NaN.
+        grads = [grad for grad in arena.grads if grad.numel() and not grad.is_complex()]
         if self.spoils and grads and choice.random() < 0.5:
             for _ in range(choice.randint(1, 3)):
-                grad = choice.choice(grads).view(-1)
-                bad = choice.choice([math.nan, math.inf, -math.inf])
-                grad[choice.randrange(len(grad))] = bad
+                grad = choice.choice(grads)
+                at = tuple(choice.randrange(n) for n in grad.shape)
+                grad[at] = choice.choice([math.nan, math.inf, -math.inf])
             arena.before = arena.memory.clone()
 
     def call(self, arena: Arena) -> tuple[Tensor | None, str]:
@@ -84,8 +107,6 @@ class Clip:
         memory, images = arena.images()
         norms = self._norms(images)
         fate = self._fate(arena, images, norms)
-        there = any(image.numel() for image in images)
-        checked[f"{type(self.rule).__name__} {fate if there else 'of nothing'}"] += 1
         assert bool(error) == (fate == "refused"), error
         self._check_memory(arena, fate)
         if fate == "clipped":
@@ -94,7 +115,8 @@ class Clip:
         elif fate == "zeroed":
             self._check_norms(arena, norms, measured)
             self._limits(images, norms)
-            assert_bits(arena.grads, map(torch.zeros_like, images))
+            # The negative of a 0 is -0.0.
+            assert not any(grad.count_nonzero() for grad in arena.grads)
         if fate != "refused":
             # Compared above; a step that is left out may have written to gradients.
             for image, grad in zip(images, arena.grads, strict=True):
@@ -196,6 +218,49 @@ class Clip:
         return self.limits(norms) if rule.per_gradient else [self.limits(norms[0])]
 
 
+def random_sizes(choice: random.Random) -> Sizes:
+    """Few large gradients or many small ones, or nothing; less where kernels are interpreted."""
+    n = choice.choice([1, 2, 3, 10] if INTERPRETED else [1, 2, 3, 10, 100])
+    # Not drawn one by one: a list of hypothesis has few choices.
+    drawn = random.Random(choice.randrange(2**32))
+    most = 10 ** drawn.uniform(0, 4.0 if INTERPRETED else 5.0)
+    largest = max(1, int(most / n))
+    if choice.random() < 0.05:
+        return [0] * n
+    sizes = [drawn.choice([0, 1, drawn.randint(1, largest), largest]) for _ in range(n)]
+    return [(size // 3, 3) if size % 3 == 0 and drawn.random() < 0.5 else size for size in sizes]
+
+
+def random_arena(
+    choice: random.Random,
+    device: torch.device | str = "cpu",
+    kinds: Sequence[type[Arena]] = ARENAS,
+    *,
+    sizes: Sizes | None = None,
+    follows: bool = True,
+) -> Arena:
+    """Gradients of one dtype or of several, most of them plain, which one of the calls clips.
+
+    `follows`: an optimizer may skip steps by the norms of earlier ones.
+    """
+    sizes = random_sizes(choice) if sizes is None else sizes
+    kind, seed = choice.choice(kinds), choice.randrange(10**6)
+    drawn = random.Random(seed)
+    dtypes: list[torch.dtype] = [choice.choice(FLOATS)] * len(sizes)
+    layouts = ["plain"] * len(sizes)
+    if len(kind.layouts) > 1:
+        if choice.random() < 0.3:
+            dtypes = [drawn.choice(FLOATS) for _ in sizes]
+        if choice.random() < 0.3:
+            layouts = [drawn.choice(kind.layouts) for _ in sizes]
+        if not issubclass(kind, OptimizerArena) and choice.random() < 0.2:
+            dtypes = [drawn.choice([dtype, torch.complex64]) for dtype in dtypes]
+    arena = kind(sizes, dtypes, device, seed, layouts)
+    if isinstance(arena, OptimizerArena) and choice.random() < 0.3:
+        arena.optimizer.skip_above, arena.takes = random_skip_bound(choice, follows=follows)
+    return arena
+
+
 def random_rule(choice: random.Random) -> Any:
     """A rule with a limit that is a number, which clips some gradients and leaves others alone."""
     limit = 10 ** choice.uniform(-3, 4)
@@ -209,25 +274,51 @@ def random_rule(choice: random.Random) -> Any:
         return ClipByRMS(10 ** choice.uniform(-2, 1))
     if kind == 3:
         return ClipByUnitNorm(10 ** choice.uniform(-2, 1), choice.choice([1e-3, 1.0]))
-    low, high = sorted(choice.uniform(-2, 2) for _ in range(2))
-    return ClipByValue(low, high)
+    if choice.random() < 0.5:
+        return ClipByValue(10 ** choice.uniform(-2, 1))
+    return ClipByValue(*sorted(choice.uniform(-2, 2) for _ in range(2)))
+
+
+def takes(arena: Arena, rule: Any) -> bool:
+    """Whether the call of an arena takes a rule."""
+    if isinstance(rule, ClipByValue):
+        low, high = bounds_of(rule)
+        is_complex = any(grad.is_complex() for grad in arena.grads)
+        takes_it = (
+            -low == high if isinstance(arena, TorchArena) else type(arena) is not TwoCallsArena
+        )
+        return takes_it and not is_complex
+    if isinstance(arena, TorchArena | TwoCallsArena):
+        return isinstance(rule, ClipByGlobalNorm) and rule.eps == 1e-6
+    return not (isinstance(arena, TensorsArena) and rule.per_unit)
 
 
 def random_clip(arena: Arena, choice: random.Random, *, follows: bool = True) -> Clip:
     """A rule and options that the arena takes; `follows`: also a rule that follows norms."""
-    if isinstance(arena, TorchArena):
-        return Clip(ClipByGlobalNorm(10 ** choice.uniform(-3, 4)))
     in_optimizer = isinstance(arena, OptimizerArena)
-    if follows and choice.random() < 0.3:
+    has_options = not isinstance(arena, TorchArena | TwoCallsArena)
+    if follows and has_options and choice.random() < 0.3:
         kind, limits, numbers = choice.choice(ADAPTIVE)
         state = None if in_optimizer else ClipState()
         made = Clip(kind(*numbers), limits=limits(*numbers), state=state)
     else:
-        made = Clip(random_rule(choice))
-    if choice.random() < 0.3:
+        drawn = random.Random(choice.randrange(2**32))
+        made = Clip(
+            next(filter(functools.partial(takes, arena), map(random_rule, itertools.repeat(drawn))))
+        )
+    if has_options and choice.random() < 0.3:
         made.grad_scale = choice.choice([2.0**16, 3.0, 0.125])
     if choice.random() < 0.3:
         made.spoils = True
-        policies = ["propagate", "zero", "error", *(["skip"] if in_optimizer else [])]
-        made.nonfinite = choice.choice(policies)
+        policies = ["propagate", "error", *(["zero"] if has_options else [])]
+        if isinstance(made.rule, ClipByValue) and not has_options:
+            policies = ["propagate"]
+        made.nonfinite = choice.choice([*policies, *(["skip"] if in_optimizer else [])])
     return made
+
+
+def clip_a_list(choice: random.Random, arena: Arena) -> None:
+    """One list under rules by turns, of which one may follow the norms of its turns."""
+    clips = [random_clip(arena, choice, follows=first) for first in (True, False, False)]
+    for _ in range(choice.choice([3, 6])):
+        choice.choice(clips).clip(arena, choice)
