@@ -27,6 +27,7 @@ from tritonclip import (
     ClipState,
     Outlier,
     clip_,
+    record,
 )
 
 pytestmark = [
@@ -216,6 +217,25 @@ def test_saving_an_optimizer_without_state_counts_a_step(tmp_path):
     with unchanged([*model.parameters()]):
         save_to(tmp_path, model, optimizer, flatten=False)
     assert optimizer.stats.summary()["steps"] == 4
+
+
+def test_recorder_that_is_set_after_loading_goes_on(tmp_path):
+    """Before, the step by which torch makes state would be a row of it."""
+    path = tmp_path / "run.csv"
+    first = program(AdamW, rule=False)
+    first[1].recorder = record(path)
+    train(*first, range(3))
+    save_to(tmp_path / "saved", *first, flatten=False)
+    state = first[1].recorder.state_dict()
+    first[1].recorder.close()
+
+    second = program(AdamW, seed=9, rule=False)
+    load_from(tmp_path / "saved", *second, flatten=False)
+    with record(path) as recorder:
+        recorder.load_state_dict(state)
+        second[1].recorder = recorder
+        train(*second, range(3, 5))
+    assert [line.split(",")[0] for line in path.read_text().split()] == ["step", *"12345"]
 
 
 @EVERY

@@ -28,15 +28,13 @@ from tritonclip.rules.arguments import saved_count
 Flag: TypeAlias = "bool | Tensor"
 
 
-def either(*flags: Flag) -> Flag:
-    """Whether any flag is true; a tensor is on the device of the first flag that is one."""
-    found: Flag = False
-    for flag in flags:
-        if flag is True:
-            return True
-        if flag is not False:
-            found = flag if isinstance(found, bool) else found | flag.to(found.device)
-    return found
+def either(flag: Flag, other: Flag) -> Flag:
+    """Whether one flag is true; a tensor is on the device of the first flag that is one."""
+    if isinstance(flag, bool):
+        return flag or other
+    if isinstance(other, bool):
+        return other or flag
+    return flag | other.to(flag.device)
 
 
 class Verdict(NamedTuple):

@@ -6,12 +6,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.refusals import Policy
-from tritonclip.optim.step import Step, StepLog, version_of
+from tritonclip.optim.step import Step, StepLog
 
 Closure = Callable[[], Any]
 # Measures the gradients of an evaluation, or raises `refusal=`, which other processes get.
@@ -52,11 +53,11 @@ def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: S
         nonlocal counted
         loss = evaluate(closure, inner, measure)
         step = measure()
-        outcomes = _clip_(step)
+        _clip_(step)
         if counted is None:
             counted = step
         else:
-            counted.outcomes = _merged(counted.outcomes, outcomes)
+            counted.outcomes = _merged(counted.outcomes, step.outcomes)
         return loss
 
     result = inner.step(evaluate_and_clip)
@@ -89,7 +90,7 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """The loss; None of a closure that leaves gradients alone. Any other None is refused."""
     groups = inner.param_groups
     before = [
-        (ref(p.grad), version_of(p.grad))
+        (ref(p.grad), _version_of(p.grad))
         for group in groups
         for p in group["params"]
         if p.grad is not None
@@ -100,8 +101,13 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
         there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         # By `measure`: other processes, which have evaluated theirs, may wait for norms.
-        if any(there.get(id(grad)) != version_of(grad) for grad in grads):
+        if any(there.get(id(grad)) != _version_of(grad) for grad in grads):
             measure(refusal=TypeError(_NO_LOSS))
         elif isinstance(inner, LBFGS):
             measure(refusal=TypeError(NO_LOSS_FOR_LBFGS))
     return loss
+
+
+def _version_of(tensor: Tensor) -> int:
+    """How often it was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version

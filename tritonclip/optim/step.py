@@ -52,7 +52,7 @@ from tritonclip.optim.refusals import (
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.rules import Numbering, Outlier, Rule
+from tritonclip.rules import Outlier, Rule
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
 
@@ -240,17 +240,12 @@ class Step:
         self.follows = True
         if group.rule.per_gradient and isinstance(group.rule, Adaptive):
             self.states.locate(self.param_groups)
-        rows = self._rows_of(group)
-        group.bound_rule = self.states.bind(group.index, group.rule, rows)
-        group.rule = group.bound_rule
-        return group.rule
-
-    def _rows_of(self, group: ClipGroup) -> Numbering:
-        """Looks up the rows of a clip group's parameters in the present states."""
-        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
         parameters = group.gradients.sources
         assert parameters is not None
-        return partial(self.states.rows, parameters)
+        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
+        rows = partial(self.states.rows, parameters)
+        group.rule = group.bound_rule = self.states.bind(group.index, group.rule, rows)
+        return group.rule
 
     def nonfinite(self) -> Flag:
         """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
@@ -282,35 +277,27 @@ class Step:
         if bool(self.nonfinite()):
             refuse_nonfinite(self.clip_groups)
 
-    def clip_(self) -> Outcomes:
-        """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
+    def clip_(self) -> None:
+        """Clips all groups, once; keeps norms before clipping, 0-d, and coefficients.
 
         For a rule that is per gradient the largest norm and the least coefficient, for one that
         clamps None. Gradients that no rule holds for are written only to divide them by the loss
         scale.
         """
-        outcomes: Outcomes = {}
         if self._user_limited:
             ask_limits([(group.rule, group.norms) for group in self._user_limited])  # type: ignore[misc]  # bound
         for group in self.clip_groups:
             if not group.unclipped:
-                outcomes[group.index] = group.clip_(
+                self.outcomes[group.index] = group.clip_(
                     self.grad_scale, zero_nonfinite=self.policy.zeroes
                 )
             elif self.is_scaled and group.norms is not None:
                 group.clip_(self.grad_scale, zero_nonfinite=False)
-        self.outcomes = outcomes
-        return outcomes
 
 
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
     """The first error for which a list was rejected."""
     return next((e for group in groups if (e := group.gradients.error) is not None), None)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class StepLog:
