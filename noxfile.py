@@ -146,7 +146,7 @@ def take_away(room: str) -> None:
     drop_lines(init, rf'tritonclip\.{room}\b|import {room}$|"({"|".join(names)})"')
     for command in Path("tritonclip/commands").glob("*.py"):
         if command != line and f"tritonclip.{room}" in command.read_text():
-            drop_lines(line, rf"\b{command.stem}\b")
+            drop_lines(line, rf'^    "{command.stem}": ')
             command.unlink()
             Path(f"tests/commands/test_{command.stem}.py").unlink()
     for folder in ("tritonclip", "tests"):

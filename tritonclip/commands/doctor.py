@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import platform
 import warnings
@@ -20,7 +21,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RULES = (ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByValue(0.5))
 
 
-def doctor() -> int:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds nothing."""
+
+
+def main(chosen: argparse.Namespace) -> int:
     """Prints versions, devices and backends; returns 1 where a self-test or a setting fails."""
     try:
         backend, verifying = settings.current()

@@ -1,4 +1,4 @@
-"""A script or a module run as Python runs it, by `python -m tritonclip run`.
+"""`python -m tritonclip run`: a program as Python runs it, with torch's functions patched.
 
 Not by runpy, which takes the module `__main__` away at the end, where pickle and functions that run
 at exit still need it, and gives a script neither its loader nor its traceback.
@@ -6,6 +6,7 @@ at exit still need it, and gives a script neither its loader nor its traceback.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import importlib.util
 import os
@@ -15,6 +16,86 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
+
+from tritonclip.commands.call_log import CallLog, rank
+from tritonclip.integrations.patching import TorchPatch
+from tritonclip.monitor.recorder import record
+
+# Options that a script may be given by mistake.
+_OPTIONS = {"--compare", "--record"}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments, before those of the script."""
+    command.usage = f"{command.prog} [-h] [--compare] [--record FILE] [-m] SCRIPT [ARGUMENT ...]"
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="let torch's functions and tritonclip's take turns, and print at the end which is "
+        "faster on the gradients of this run, by how much, and whether it matters",
+    )
+    command.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write the norm of every call to FILE, a new .csv file, for suggest and plot",
+    )
+    command.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
+    )
+    command.add_argument(
+        "script", metavar="SCRIPT or -m MODULE", help="a file, or with -m a module"
+    )
+    rest = command.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
+    )
+    # Else Python 3.11 and before say so where there is no script.
+    rest.required = False
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Runs a script under `patch_torch`, as Python would; errors of the script are raised."""
+    process, is_first, file = os.getpid(), rank() == 0, chosen.record
+    try:
+        recorder = None
+        if file is not None:
+            recorder = record(file, write=is_first)
+            if is_first and recorder.path.exists():
+                raise FileExistsError(f"{file} exists; expected the name of a new file")
+        program = (module if chosen.is_module else script)(chosen.script)
+    except (OSError, ValueError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    late = sorted({argument.partition("=")[0] for argument in chosen.arguments} & _OPTIONS)
+    if is_first and late:
+        print(
+            f"tritonclip run: {' and '.join(late)} after {chosen.script} went to the script; "
+            "options of run stand before it: python -m tritonclip run "
+            f"{' '.join(late)} ... {'-m ' * chosen.is_module}{chosen.script}",
+            file=sys.stderr,
+        )
+    log, failed = CallLog(compares=chosen.compare), True
+    patch = TorchPatch(recorder, log)
+    try:
+        with patch:
+            program.run(chosen.arguments)
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    finally:
+        # A fork that the script made may end here, too.
+        if os.getpid() == process:
+            if recorder is not None:
+                recorder.close()
+            if is_first:
+                report = log.report(patch.served_by_torch, failed=failed)
+                print(f"tritonclip run: {report}", file=sys.stderr)
+            if is_first and recorder is not None:
+                command = f"python -m tritonclip suggest {file}"
+                is_there = recorder.steps > 0
+                said = f"norms are in {file}: {command}" if is_there else "no norm was recorded"
+                print(said, file=sys.stderr)
+    return 0
 
 
 class Program(NamedTuple):

@@ -1,0 +1,114 @@
+"""`python -m tritonclip find`: `find_max_norm` of a training in a module or a file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import operator
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tritonclip.messages import is_own
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments, those of `find_max_norm`."""
+    command.add_argument(
+        "train",
+        metavar="MODULE:NAME",
+        help="a generator function train(clip), in a module that can be imported from here or in "
+        "a file (train.py:train): it makes its model, optimizer and data, calls clip(parameters) "
+        "in each step and yields the loss",
+    )
+    command.add_argument(
+        "--rules", metavar="MODULE:NAME", help="a list of rules, which compete with limits"
+    )
+    command.add_argument(
+        "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
+    )
+    command.add_argument("--steps", type=at_least(4), default=200, help="of a trial (200)")
+    command.add_argument("--seeds", type=at_least(1), default=3, help="how many (3)")
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        return int(text)
+
+    return number
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Prints the answer of `find_max_norm`; returns 1 where there is none."""
+    from tritonclip.advice.finder import find_max_norm
+
+    try:
+        found = find_max_norm(
+            _object_of(chosen.train),
+            limits=chosen.limits,
+            rules=_object_of(chosen.rules) if chosen.rules else (),
+            steps=chosen.steps,
+            seeds=chosen.seeds,
+            progress=_show_progress,
+        )
+    except KeyboardInterrupt:
+        print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
+        return 130
+    except (Exception, SystemExit) as error:
+        return _fail(error)
+    print(found)
+    return 0
+
+
+def _object_of(target: str) -> Any:
+    """The object that MODULE:NAME or FILE.py:NAME says; a module may lie in the current folder."""
+    module, _, name = target.rpartition(":")
+    if not (module and name):
+        raise ValueError(
+            f"expected MODULE:NAME or FILE.py:NAME, as in package.mymodule:train, got {target!r}"
+        )
+    folder = Path.cwd()
+    if module.endswith(".py"):
+        file = Path(module).resolve()
+        if not file.is_file():
+            raise ValueError(f"expected a file, got {module}; there is none in {folder}")
+        folder, module = file.parent, file.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def _show_progress(done: int, most: int) -> None:
+    """Shows every twentieth of the steps."""
+    if done * 20 // most != (done - 1) * 20 // most:
+        print(f"{done:,} of at most {most:,} steps; Ctrl-C: an answer now", file=sys.stderr)
+
+
+def _fail(error: BaseException) -> int:
+    """Prints an error; with its traceback where it is not of the library itself."""
+    text = str(error)
+    if not is_own(error):
+        traceback.print_exception(error)
+        text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        text += '; what a script does belongs under if __name__ == "__main__":'
+    print(f"Error: {text}", file=sys.stderr)
+    return 1

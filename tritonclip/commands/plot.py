@@ -1,0 +1,41 @@
+"""`python -m tritonclip plot`: a figure of a file of norms, by the extra `monitor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tritonclip.commands import suggest
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments, those of `suggest` and that of the figure."""
+    suggest.add_arguments(command)
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FIGURE",
+        help="a .png or .svg file; by default FILE as .png, if there is none",
+    )
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Draws the norms, with candidates for max_norm, and prints the path of the figure."""
+    from tritonclip.advice import plot as figure
+    from tritonclip.advice.suggestion import suggest_max_norm
+    from tritonclip.monitor.history import read
+
+    history = read(chosen.file)
+    target = chosen.out or chosen.file.with_suffix(".png")
+    if chosen.out is None and target.exists():
+        raise FileExistsError(f"{target} exists; to replace it, write --out {target}")
+    suggestion = None
+    try:
+        suggestion = suggest_max_norm(history, warmup=chosen.warmup)
+    except ValueError as error:
+        # The run is too short for one.
+        print(f"The figure has no candidates: {error}", file=sys.stderr)
+    figure.save(target, history, suggestion)
+    print(target)
+    return 0
