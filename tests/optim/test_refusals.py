@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from copy import deepcopy
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from helpers.cases import assert_bits, copies, normal, parameter, parameters
-from helpers.optimizers import CLASSES, one_weight
+from helpers.optimizers import one_weight
 from helpers.param_groups import ABSENT, grads_of, grouped, three_groups, values_of
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
 
@@ -21,32 +20,27 @@ def _weights():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
+    ("optimizer", "kind"),
     [
-        (None, "NoneType; write ClippedOptimizer"),
-        (1.0, "float; write ClippedOptimizer"),
-        (torch.nn.Linear(1, 1), "Linear; write ClippedOptimizer"),
-        ([1], "list; write ClippedOptimizer"),
-        (
-            torch.optim.lr_scheduler.ConstantLR(SGD(_weights())),
-            "ConstantLR; wrap its optimizer, before a scheduler",
-        ),
-        (SGD, r"the class; write SGD\(parameters, \.\.\.\)"),
+        (None, "NoneType"),
+        (torch.nn.Linear(1, 1), "Linear"),
+        (torch.optim.lr_scheduler.ConstantLR(SGD(_weights())), "ConstantLR"),
+        (SGD, "type"),
     ],
-    ids=["None", "number", "module", "list", "scheduler", "class"],
+    ids=["None", "module", "scheduler", "class"],
 )
-def test_constructor_refuses_what_is_no_optimizer(optimizer, message):
-    with pytest.raises(TypeError, match=rf"must be a torch\.optim\.Optimizer, got {message}"):
+def test_constructor_refuses_what_is_no_optimizer(optimizer, kind):
+    message = rf"must be a torch\.optim\.Optimizer .*, got {kind}; expected one such as"
+    with pytest.raises(TypeError, match=message):
         ClippedOptimizer(optimizer, 1.0)
 
 
 class _Around:
     """As wrappers write it that do not call Optimizer.__init__."""
 
-    def __init__(self, optimizer, **options):
+    def __init__(self, optimizer):
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
-        vars(self).update(options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -59,46 +53,24 @@ class _Lookahead(_Around, Optimizer):
     """An Optimizer by inheritance."""
 
 
-AROUND = pytest.mark.parametrize("around", [_Around, _Lookahead])
-
-
-@AROUND
+@pytest.mark.parametrize("around", [_Around, _Lookahead])
 def test_wrapper_around_an_optimizer_is_refused_with_what_to_wrap(around):
     outer = around(SGD([one_weight()[0]]))
-    message = r"got (\w+).*; wrap the optimizer inside it: \1\(ClippedOptimizer\(optimizer, 1"
+    message = rf"got {around.__name__}; .*around another one, wrap that inside"
     with pytest.raises(TypeError, match=message):
         ClippedOptimizer(outer, 1.0)
-    # What was refused does not count as a wrapper, and the remedy serves.
+    # The remedy serves.
     weight, inner = one_weight()
     around(inner).step()
     assert weight.tolist() == [-1.5, -2.0]
 
 
-@AROUND
-def test_differentially_private_optimizer_is_refused_with_its_own_limit(around):
-    """Opacus' DPOptimizer adds noise in its step: inside it, the noise would be clipped."""
-    outer = around(SGD([one_weight()[0]]), noise_multiplier=1.0, max_grad_norm=1.0)
-    with pytest.raises(TypeError, match=r"adds noise, .*: set its max_grad_norm, and use it bare"):
-        ClippedOptimizer(outer, 1.0)
-
-
-def test_constructor_refuses_a_wrapper_and_a_second_one():
+def test_constructor_refuses_a_wrapper():
     weight, wrapper = one_weight()
     with pytest.raises(ValueError, match="would clip twice; to change its rule, set"):
         ClippedOptimizer(wrapper, 1.0)
-    with pytest.raises(ValueError, match=r"SGD is wrapped already.*use the first wrapper, or make"):
-        ClippedOptimizer(wrapper.optimizer, 1.0)
     wrapper.step()
     assert weight.tolist() == [-1.5, -2.0]
-
-
-def test_constructor_takes_an_optimizer_whose_wrapper_is_gone():
-    weight, wrapper = one_weight()
-    inner = wrapper.optimizer
-    del wrapper
-    gc.collect()
-    ClippedOptimizer(inner, ClipByGlobalNorm(1.25, eps=0.0)).step()
-    assert weight.tolist() == [-0.75, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +96,7 @@ def test_unknown_rule_is_refused(clip, error, message, where):
         inner = SGD([weight])
         with pytest.raises(error, match=message):
             ClippedOptimizer(inner, clip)
-        # What was refused does not count as a wrapper.
+        # What was refused is as it was.
         ClippedOptimizer(inner, 1.0)
     else:
         with pytest.raises(error, match=message):
@@ -183,7 +155,6 @@ def test_constructor_refuses_the_rule_of_a_group(clip, error):
     inner = SGD([{"params": group[:1]}, {"params": group[1:], "clip": clip}])
     with pytest.raises(error, match=NAMES_THE_GROUP):
         ClippedOptimizer(inner, 1.0)
-    # What was refused does not count as a wrapper.
     inner.param_groups[1]["clip"] = 1.0
     ClippedOptimizer(inner, 1.0)
 
@@ -194,65 +165,6 @@ def test_add_param_group_refuses_the_rule_of_a_group(clip, error):
     with pytest.raises(error, match=NAMES_THE_GROUP):
         optimizer.add_param_group({"params": _weights(), "clip": clip})
     assert len(optimizer.param_groups) == 1
-
-
-LOOKALIKES = ["clp", "Clip", "cliping", "clip_norm", "clipnorm", "max_norm", "max_grad_norm"]
-LOOKALIKES += ["gradient_clip_val", "need_clip", "clips"]
-
-
-@pytest.mark.parametrize("key", LOOKALIKES)
-def test_key_that_may_have_meant_the_rule_is_refused(key):
-    value = {"need_clip": False, "clips": None}.get(key, 1.0)
-    message = rf"param_groups\[1\] has the unknown key '{key}'. A group's rule is its key 'clip'"
-    with pytest.raises(ValueError, match=message):
-        ClippedOptimizer(SGD([{"params": _weights()}, {"params": _weights(), key: value}]), 1.0)
-    optimizer = grouped(three_groups()[:1], [ABSENT])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": _weights(), key: value})
-    assert len(optimizer.param_groups) == 1
-
-
-class _OwnOption(SGD):
-    """An optimizer with an option that may be called like a rule elsewhere."""
-
-    def __init__(self, params, **option):
-        super().__init__(params)
-        for options in (self.defaults, *self.param_groups):
-            options.update(option)
-
-
-def test_option_of_the_wrapped_optimizer_is_no_mistaken_rule():
-    grad = torch.tensor([3.0, 4.0])
-    inner = _OwnOption([parameter(grad.clone())], max_grad_norm=0.25)
-    optimizer = ClippedOptimizer(inner, ClipByGlobalNorm(1.0, eps=0.0))
-    optimizer.step()
-    torch.testing.assert_close(grads_of(optimizer)[0], grad / 5)
-
-
-def test_option_of_an_optimizer_inside_the_wrapped_one_is_no_mistaken_rule():
-    """SAM shares the groups of its base, whose options are not among its defaults."""
-    inner = SGD(_weights())
-    inner.base = _OwnOption(inner.param_groups, max_grad_norm=0.25)  # type: ignore[attr-defined]
-    optimizer = ClippedOptimizer(inner, 1.0)
-    optimizer.add_param_group({"params": _weights(), "max_grad_norm": 0.25})
-
-
-# Keys of torch's schedulers, and of optimizers and trainers that add them to groups.
-OTHER_KEYS = ["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"]
-OTHER_KEYS += ["name", "clip_threshold", "grad_norm", "lips", "qk_clip", "flip", "lr_scale"]
-
-
-@pytest.mark.parametrize("key", OTHER_KEYS)
-def test_other_keys_of_groups_are_free(key):
-    optimizer = ClippedOptimizer(SGD([{"params": _weights(), key: 1.0}]), 1.0)
-    optimizer.add_param_group({"params": _weights(), key: 1.0})
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_keys_of_torchs_optimizers_are_no_mistaken_rules(name):
-    """Also in the groups of another optimizer, which does not know them."""
-    keys = CLASSES[name]([parameter(torch.ones(2, 2))], lr=0.1).param_groups[0]
-    ClippedOptimizer(SGD([{**keys, "params": _weights()}]), 1.0)
 
 
 def assert_rule_is_refused(optimizer, number, clip, error, message):
@@ -290,8 +202,10 @@ def test_step_refuses_gradients_before_any_group_is_written():
 
 
 def test_optimizer_with_an_option_of_that_name_is_refused():
+    inner = SGD(_weights())
+    inner.defaults["clip"] = inner.param_groups[0]["clip"] = 1.0
     with pytest.raises(ValueError, match="has an option 'clip' of its own"):
-        ClippedOptimizer(_OwnOption(_weights(), clip=1.0), 1.0)
+        ClippedOptimizer(inner, 1.0)
 
 
 OVERLAP = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] overlap in memory"

@@ -270,6 +270,18 @@ def test_skip_above_may_be_replaced():
         optimizer.skip_above = -1.0
 
 
+def test_max_consecutive_skips_may_be_replaced():
+    params, optimizer = wrapped(sgd, nonfinite="skip")
+    optimizer.max_consecutive_skips = 2
+    step_on(params, optimizer, bad=math.nan)
+    with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
+        optimizer.step()
+    optimizer.nonfinite, optimizer.max_consecutive_skips = "propagate", None
+    with pytest.raises(ValueError, match="no step is skipped: expected nonfinite='skip'"):
+        optimizer.max_consecutive_skips = 2
+    assert optimizer.max_consecutive_skips is None
+
+
 def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
     """No step waits for its own count; the error comes so many steps later."""
     options: dict[str, Any] = {"nonfinite": "skip", "max_consecutive_skips": 3}

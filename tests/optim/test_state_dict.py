@@ -338,14 +338,6 @@ def test_copy_keeps_rules_and_policy(copied):
     assert_shared(target)
 
 
-@COPIED
-def test_copy_counts_as_a_wrapper(copied):
-    _, wrapper = one_weight()
-    target = copied(wrapper)
-    with pytest.raises(ValueError, match="wrapped already"):
-        ClippedOptimizer(target.optimizer, LIMIT)
-
-
 def test_shallow_copy_shares_everything_with_the_wrapper():
     weight, wrapper = one_weight()
     twin = copy(wrapper)

@@ -201,7 +201,6 @@ class SAM(SGD):
     def __init__(self, params, base=SGD, **options):
         super().__init__(params, **options)
         self.base = base(self.param_groups, **options)
-        self.n_steps = 0
 
     @torch.no_grad()
     def first_step(self):
@@ -216,14 +215,6 @@ class SAM(SGD):
         for p, hill in self.hills:
             p -= hill
         self.base.step()
-        self.n_steps += 1
-
-    def set_closure(self, closure):
-        """As that of GSAM: the step calls it."""
-        self.closure = closure
-
-    def get_step(self):
-        return self.n_steps
 
     def step(self, closure: Any = None):
         self.first_step()
@@ -291,21 +282,6 @@ def test_a_copy_reaches_its_own_optimizer(copied):
     assert (twin.training, optimizer.training) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["first_step", "second_step", "set_closure"])
-def test_methods_that_step_past_the_clipping_are_refused(name):
-    _, optimizer = wrapped(SAM)
-    message = rf"{name}\(\) of SAM would lead to an update .*; expected step\(closure\)"
-    with pytest.raises(AttributeError, match=message):
-        getattr(optimizer, name)
-    assert not hasattr(optimizer, name)
-    assert callable(getattr(optimizer.optimizer, name))
-
-
-def test_methods_and_numbers_about_steps_are_no_steps():
-    _, optimizer = wrapped(SAM)
-    assert (optimizer.get_step(), optimizer.n_steps) == (0, 0)
-
-
 def test_sharpness_aware_step_is_clipped_around_it():
     weight, optimizer = wrapped(SAM)
 
@@ -321,7 +297,6 @@ def test_sharpness_aware_step_is_clipped_around_it():
 
 
 def test_sharpness_aware_steps_by_hand_are_clipped_inside_it():
-    """The remedy of the message."""
     weight = torch.nn.Parameter(torch.zeros(2))
     sam = SAM([weight], lambda groups, **options: ClippedOptimizer(SGD(groups, **options), RULE))
     sam.param_groups[0]["lr"] = 1.0
@@ -330,3 +305,29 @@ def test_sharpness_aware_steps_by_hand_are_clipped_inside_it():
     weight.grad = torch.tensor([30.0, 40.0])
     sam.second_step()
     assert float(weight.detach().norm()) == pytest.approx(1.0)
+
+
+def test_a_limit_that_is_set_on_the_wrapper_is_refused():
+    """It would change nothing: the rule has it."""
+    _, optimizer = wrapped()
+    before = dict(vars(optimizer))
+    with pytest.raises(AttributeError, match=r"max_norm belongs to a rule; .*ClipByGlobalNorm\("):
+        optimizer.max_norm = 2.0
+    assert vars(optimizer) == before
+
+
+def test_other_attributes_are_set():
+    """Schedulers and trainers keep theirs on an optimizer."""
+
+    class Warming(ClippedOptimizer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.warmup, self.eps, self.window = 5, 1e-3, 10
+
+    weight, _ = wrapped()
+    optimizer = Warming(SGD([weight]), 1.0)
+    # Puts a function in the place of `step`.
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    assert (optimizer.warmup, optimizer.eps, optimizer.window) == (5, 1e-3, 10)
+    assert int(optimizer.stats.steps) == 1

@@ -15,7 +15,6 @@ from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.refusals import StepNonfinite
-from tritonclip.optim.wrapping import wrapper_of
 from tritonclip.rules import Rule, as_rule
 
 try:
@@ -137,11 +136,11 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     def _wrap(
         self, inner: Any, recorder: Recorder | None, options: dict[str, Any]
     ) -> ClippedOptimizer:
-        wrapper = wrapper_of(inner)
-        if isinstance(wrapper, ClippedOptimizer) and wrapper in _made:
-            # A module that keeps its optimizer is fitted once more.
-            wrapper.clip, wrapper.nonfinite, wrapper.recorder = self.clip, self.nonfinite, recorder
-            return wrapper
+        for made in _made:
+            if made.optimizer is inner:
+                # A module that keeps its optimizer is fitted once more.
+                made.clip, made.nonfinite, made.recorder = self.clip, self.nonfinite, recorder
+                return made
         wrapper = ClippedOptimizer(
             inner, self.clip, nonfinite=self.nonfinite, recorder=recorder, **options
         )

@@ -38,7 +38,6 @@ from tritonclip.optim.closures import (
 from tritonclip.optim.outliers import OutlierTest, as_loss, as_skip_bound
 from tritonclip.optim.param_groups import (
     check_group,
-    options_of,
     refuse_differentiable,
     unclipped_in,
 )
@@ -47,7 +46,7 @@ from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step, StepLog
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.optim.wrapping import check_optimizer, guard_, of_rule
+from tritonclip.optim.wrapping import check_optimizer, of_rule
 from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
@@ -120,16 +119,16 @@ class ClippedOptimizer(ScalerSide):
 
     Raises:
         TypeError: an argument that is not an optimizer, or not a rule.
-        ValueError: an optimizer that already has a wrapper; an unknown policy; "skip", "error" or
+        ValueError: an optimizer that is a ClippedOptimizer; an unknown policy; "skip", "error" or
             `skip_above` for an optimizer that needs a closure, such as LBFGS;
             `max_consecutive_skips` although no step is skipped; a parameter group with
             differentiable=True.
 
     Notes:
         Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
-        schedule-free optimizers, are those of the wrapper too. Methods that update parameters
-        without `step`, such as `first_step` and `second_step` of SAM, raise AttributeError. An
-        attribute that is set on the wrapper is not set on the wrapped optimizer.
+        schedule-free optimizers, are those of the wrapper too. Only `step` clips: methods that
+        update parameters without it, such as `second_step` of SAM, do not. An attribute that is set
+        on the wrapper is not set on the wrapped optimizer.
 
         Under a GradScaler, gradients are unscaled before they are clipped, with or without a call
         of `unscale_`: docs/mixed_precision.md. With a closure, gradients are clipped after each
@@ -147,8 +146,7 @@ class ClippedOptimizer(ScalerSide):
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
     """
 
-    max_norm, norm_type = of_rule("max_norm"), of_rule("norm_type")
-    max_rms, quantile = of_rule("max_rms"), of_rule("quantile")
+    max_norm = of_rule("max_norm")
 
     def __init__(
         self,
@@ -174,14 +172,13 @@ class ClippedOptimizer(ScalerSide):
         self._log = StepLog(self._grouping, RuleStates(outliers), watch)
         self.recorder = recorder
         for number, group in enumerate(groups):
-            check_group(number, group, options_of(optimizer))
+            check_group(number, group)
         self._scaler = ScalerState()
         # A step began to divide gradients by a loss scale, and has not updated the parameters.
         self._is_divided = False
+        # Last: an argument that is refused leaves the optimizer as it was.
         mark_(groups)
-        # Last: where anything raises, this does not count as a wrapper.
         keep_rules_out_(optimizer)
-        self._guard = guard_(optimizer, self)
 
     @property
     def stats(self) -> ClipStats:
@@ -289,7 +286,6 @@ class ClippedOptimizer(ScalerSide):
         """
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
-        self._guard.open = True
         try:
             if isinstance(closure, Tensor):
                 raise TypeError(
@@ -308,8 +304,6 @@ class ClippedOptimizer(ScalerSide):
             # It takes back only from a success what it hands over.
             self._scaler.clear()
             raise
-        finally:
-            self._guard.open = False
 
     @torch.compiler.disable(recursive=False)
     def _step(
@@ -447,11 +441,11 @@ class ClippedOptimizer(ScalerSide):
             param_group: a dict with the key "params", as for any optimizer.
 
         Raises:
-            ValueError: a rule under a misspelt key; differentiable=True.
+            TypeError, ValueError: a `clip` that is no rule; differentiable=True.
         """
         if isinstance(param_group, dict):
             filled = {**self.defaults, **param_group}
-            check_group(len(self.param_groups), filled, options_of(self.optimizer))
+            check_group(len(self.param_groups), filled)
         super().add_param_group(param_group)
         mark_(self.param_groups)
         self._grouping.read_rules()

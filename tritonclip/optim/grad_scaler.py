@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from tritonclip.optim.amp import takes_found_inf
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.wrapping import wrapper_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -48,13 +47,11 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale, before they are read or changed by hand.
 
         Args:
-            optimizer: the wrapper, or any optimizer that has none.
+            optimizer: the wrapper, not the optimizer inside, or any other optimizer.
 
         Raises:
-            ValueError: an optimizer that has a wrapper.
             RuntimeError: a second call before `update`.
         """
-        _refuse_inner(optimizer)
         if isinstance(optimizer, ClippedOptimizer) and optimizer._scaler.on_device is not None:
             # Called by `step`.
             self._check_inf_per_device(optimizer)
@@ -65,17 +62,13 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales, clips and updates, unless a gradient is NaN or inf.
 
         Args:
-            optimizer: the wrapper, or any optimizer that has none.
+            optimizer: the wrapper, not the optimizer inside, or any other optimizer.
             *args: of its `step`; no closure.
             **kwargs: of its `step`.
 
         Returns:
             The result of its `step`; None for a step that is left out.
-
-        Raises:
-            ValueError: an optimizer that has a wrapper.
         """
-        _refuse_inner(optimizer)
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         try:
@@ -110,11 +103,3 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state
-
-
-def _refuse_inner(optimizer: Optimizer) -> None:
-    if wrapper_of(optimizer) is not None:
-        raise ValueError(
-            f"this {type(optimizer).__name__} is wrapped in a ClippedOptimizer; pass the wrapper, "
-            "to unscale_ and to step, or gradients are unscaled twice or not clipped"
-        )
