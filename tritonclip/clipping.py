@@ -240,10 +240,10 @@ def clip_gradients_(
             "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
         )
     if is_compiling or (n_dispatch_modes() and is_traced()):
-        return compiled.clip_(
-            *(call, argument, rule, nonfinite, grad_scale, state, process_group, copies),
-            are_gradients=are_gradients,
-        )
+        options: Any = {"grad_scale": grad_scale, "state": state}
+        options |= {"process_group": process_group, "copies": copies}
+        traced = compiled.break_graph if are_gradients else compiled.clip_
+        return traced(call, argument, rule, nonfinite=nonfinite, **options)
     if isinstance(argument, DistributedDataParallel):
         verify_replicas(argument, rule, grad_scale, nonfinite, state)
     processes = None

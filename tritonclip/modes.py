@@ -60,8 +60,9 @@ def refuse_tracer() -> None:
     if _has_tracer():
         raise RuntimeError(
             "this call would read gradients that are traced (make_fx) or simulated "
-            "(FakeTensorMode); expected clip_ or one of torch's functions, with a limit that is a "
-            "number, no state and gradients of one process, and other calls outside"
+            "(FakeTensorMode); expected clip_, clip_grad_norm_ or clip_grad_value_ by global norm "
+            "or by value, with limits that are numbers and without other options, and other calls "
+            "outside"
         )
 
 

@@ -158,15 +158,17 @@ def get_total_norm(
             ones.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
+    if is_traced():
+        return compiled.break_graph(  # type: ignore[no-any-return]
+            *(get_total_norm, tensors, norm_type, error_if_nonfinite),
+            process_group=process_group,
+            copies=copies,
+        )
     order = _as_float("norm_type", norm_type)
     if _is_torchs(order, process_group, copies):
         items, _ = tensors_in(tensors, "tensors[{}]".format)
         return torchs_get_total_norm(items, order, error_if_nonfinite, foreach)
     order = as_norm_type("norm_type", order)
-    if is_traced():
-        return compiled.total_norm(
-            get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
-        )
     processes = check_processes(process_group, copies)
     gradients = collect_tensors(tensors, processes=processes)
     norm = execute.total_norm(gradients, order, error_if_nonfinite)
@@ -214,22 +216,26 @@ def clip_grads_with_norm_(
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
     """
+    if is_traced():
+        compiled.break_graph(
+            *(clip_grads_with_norm_, parameters, max_norm, total_norm),
+            eps=eps,
+            process_group=process_group,
+            copies=copies,
+        )
+        return
     rule = ClipByGlobalNorm(_as_float("max_norm", max_norm), math.inf, eps)
-    tracing = is_traced()
     if isinstance(total_norm, Tensor):
         if hasattr(total_norm, "full_tensor"):
             total_norm = cast(Tensor, total_norm.full_tensor())
         check_one_float("total_norm", total_norm)
-        if not tracing:
-            refuse_negative(total_norm)
+        refuse_negative(total_norm)
     else:
-        total_norm = compiled.as_tensor(as_limit("total_norm", total_norm))
-    if tracing:
-        compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
-    else:
-        processes = check_processes(process_group, copies)
-        gradients = collect(parameters, processes=processes)
-        execute.scale_(gradients, rule, total_norm)
+        number = as_limit("total_norm", total_norm)
+        total_norm = torch.tensor(number, dtype=torch.float64, device="cpu")
+    processes = check_processes(process_group, copies)
+    gradients = collect(parameters, processes=processes)
+    execute.scale_(gradients, rule, total_norm)
 
 
 def _clip_grad_norm_(
@@ -268,13 +274,9 @@ def _as_float(name: str, number: object) -> float:
         if isinstance(number, tuple):
             remedy += "; of two bounds make a rule: clip_(parameters, ClipByValue(-0.5, 0.5))"
         raise TypeError(f"{name} must be a number, got {type(number).__name__}; {remedy}")
-    # NumPy's booleans by their name: tracing reads no dtype of theirs.
     is_boolean = type(number).__name__ in ("bool", "bool_")
     if is_boolean or (isinstance(number, Tensor) and number.dtype == torch.bool):
         raise TypeError(f"{name} must be a number, got a boolean {type(number).__name__}")
-    if isinstance(number, Tensor) and number.numel() == 1 and is_traced():
-        # Read when the graph runs.
-        return number.to("cpu")  # type: ignore[return-value]
     if number is None:
         remedy = "leave it out for 2.0" if name == "norm_type" else "float('inf') clips nothing"
         raise TypeError(f"{name} must be a number, got None; {remedy}")

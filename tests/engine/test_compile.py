@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,10 +12,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonclip
-from helpers.cases import assert_bits, copies, grad_of, normal, parameter, parameters, unchanged
+from helpers.cases import assert_bits, grad_of, normal, parameter, parameters, unchanged
 from helpers.graphs import COMPILING, compiled
-from helpers.units import make as make_units
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClipState
 
 pytestmark = COMPILING
 
@@ -26,29 +23,34 @@ RULES = [
     pytest.param(ClipByGlobalNorm(0.5), id="global"),
     pytest.param(ClipByGlobalNorm(0.5, norm_type=torch.inf, eps=0.0), id="global-inf"),
     pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3"),
-    pytest.param(ClipByNorm(0.5), id="by-norm"),
     pytest.param(ClipByValue(-0.1, 0.2), id="by-value"),
 ]
-HALF = numpy.float64(0.5)
 CALLS: dict[str, Any] = {
-    "clip_grads_with_norm_ without eps": lambda params: tritonclip.clip_grads_with_norm_(
-        params, 0.5, torch.tensor(0.625), eps=0.0
-    ),
-    "get_total_norm with None": lambda params: tritonclip.get_total_norm([None, *grads_of(params)]),
-    "clip_tensors_": lambda params: tritonclip.clip_tensors_(
-        [params[0].grad, None, *grads_of(params)], ClipByNorm(0.5)
-    ),
-    "clip_tensors_ by name": lambda params: tritonclip.clip_tensors_(
-        zip("abc", grads_of(params), strict=True), 0.5, grad_scale=8.0
-    ),
     "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
-    "clip_grad_norm_ by NumPy": lambda params: tritonclip.clip_grad_norm_(params, HALF),
     "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
-    "get_total_norm": lambda params: tritonclip.get_total_norm(grads_of(params)),
-    "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(
-        params, 0.5, params[0].grad.norm()
+}
+# Calls that no graph takes, of parameters and a number.
+BREAKS: dict[str, Any] = {
+    "by-norm": lambda params, x: tritonclip.clip_(params, ClipByNorm(x)),
+    "by-unit": lambda params, x: tritonclip.clip_(params, ClipByUnitNorm(x)),
+    "grad_scale": lambda params, x: tritonclip.clip_(params, 0.5, grad_scale=x),
+    "state": lambda params, x: tritonclip.clip_(
+        params, ClipByGlobalNorm(lambda _: x), state=ClipState()
+    ),
+    "iterator": lambda params, x: tritonclip.clip_(iter(params), ClipByNorm(x)),
+    "clip_tensors_": lambda params, x: tritonclip.clip_tensors_([None, *grads_of(params)], x),
+    "get_total_norm": lambda params, x: tritonclip.get_total_norm([None, *grads_of(params)], 2 + x),
+    "clip_grads_with_norm_": lambda params, x: tritonclip.clip_grads_with_norm_(
+        params, x, torch.tensor(0.625), eps=0.0
     ),
 }
+# Limits that have to be read.
+READS: dict[str, Any] = {
+    "clip_": lambda params, x: tritonclip.clip_(params, x),
+    "rule": lambda params, x: tritonclip.clip_(params, ClipByValue(x)),
+    "clip_grad_norm_": lambda params, x: tritonclip.clip_grad_norm_(params, x),
+}
+each_read = pytest.mark.parametrize("call", READS.values(), ids=READS)
 
 
 def grads_of(params):
@@ -93,22 +95,14 @@ def test_compiled_clip_equals_eager(device, rule):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_compiled_clip_with_zero_policy_and_grad_scale_equals_eager(device, rule):
-    assert_equals_eager(
-        lambda params: tritonclip.clip_(params, rule, nonfinite="zero", grad_scale=8.0), device
-    )
+def test_compiled_clip_with_zero_policy_equals_eager(device, rule):
+    assert_equals_eager(lambda params: tritonclip.clip_(params, rule, nonfinite="zero"), device)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled_torch_signature_equals_eager(device, call):
     assert_equals_eager(CALLS[call], device)
-
-
-def test_compiled_clip_tensors_refuses_weights(device):
-    params = make(device)
-    with pytest.raises(Exception, match=r"is a parameter|requires grad"):
-        compiled(lambda given: tritonclip.clip_tensors_(given, 0.5))(params)
 
 
 @pytest.mark.covering(1)
@@ -147,36 +141,6 @@ def test_compiled_clip_with_error_policy_raises(device, rule):
     step = compiled(lambda given: tritonclip.clip_(given, rule, nonfinite="error"))
     with unchanged(map(grad_of, params)), pytest.raises(RuntimeError, match="non-finite"):
         step(params)
-
-
-@pytest.mark.covering(0)
-def test_compiled_clip_takes_a_one_element_grad_scale(device):
-    one, other = three_four(device), three_four(device)
-    scale = torch.tensor([2.0])
-    compiled(lambda given: tritonclip.clip_(given, 1.0, grad_scale=scale))([one])
-    tritonclip.clip_([other], 1.0, grad_scale=scale)
-    assert torch.equal(grad_of(one), grad_of(other))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("graph", ["aot_eager", "inductor"])
-def test_compiled_clip_by_norm_refuses_one_memory_met_twice(device, graph):
-    """The graph was promised as many norms as gradients, and has no way to learn of fewer."""
-    grad = torch.tensor([3.0, 4.0], device=device)
-    params = parameters([grad, grad.detach(), torch.tensor([6.0, 8.0], device=device)])
-    step: Any = torch.compile(tritonclip.clip_, fullgraph=True, backend=graph)
-    message = r"gradients\[1\] has the memory of an earlier one"
-    with unchanged([grad]), pytest.raises(ValueError, match=message):
-        step(params, ClipByNorm(1.0))
-
-
-@pytest.mark.covering(0)
-def test_compiled_clip_grads_with_norm_refuses_a_negative_norm(device):
-    one = three_four(device)
-    step = compiled(lambda norm: tritonclip.clip_grads_with_norm_([one], 1.0, norm))
-    refused = pytest.raises(ValueError, match=r"total_norm must be 0 or more, got -5\.0")
-    with unchanged([one.grad]), refused:
-        step(torch.tensor(-5.0))
 
 
 def test_compiled_clip_stays_one_graph_beside_a_parameter_of_another_class():
@@ -236,62 +200,42 @@ def test_compiled_calls_refuse_marks():
         torch.compile(lambda: tritonclip.clip_(model, 0.0), backend="aot_eager")()
 
 
-UNIT_SHAPES = [(5, 8), (3, 700), (70,), (2, 2)]
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("policy", ["propagate", "zero"])
-@pytest.mark.parametrize("scale", [None, 4.0], ids=["unscaled", "scaled"])
-def test_compiled_clip_by_unit_is_eager_clip_by_unit(device, policy, scale):
-    """Clipped, below the limit, and clipped again: one graph must serve them all."""
-    ours, eager = make_units(UNIT_SHAPES, device=device), make_units(UNIT_SHAPES, device=device)
-
-    def step(parameters):
-        return tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite=policy, grad_scale=scale)
-
-    traced = compiled(step)
-    for size in (1.0, 1e-6, 30.0):
-        fill(ours, size)
-        fill(eager, size)
-        assert_bits([traced(ours)], [step(eager)])
+@pytest.mark.parametrize("call", BREAKS)
+def test_compiled_call_that_no_graph_takes_breaks_it(device, call):
+    ours, eager = make(device), make(device)
+    step = torch.compile(BREAKS[call], backend="aot_eager")
+    for x in (0.5, 0.25):
+        fill(ours)
+        fill(eager)
+        torch.testing.assert_close(step(ours, x), BREAKS[call](eager, x), rtol=0, atol=0)
         assert_bits(map(grad_of, ours), map(grad_of, eager))
 
 
 @pytest.mark.covering(0)
-def test_compiled_clip_by_unit_follows_the_rule(device):
-    parameters = make_units(UNIT_SHAPES, device=device)
-    traced = compiled(lambda rule: tritonclip.clip_(parameters, rule))
-    for ratio in (0.01, math.inf, 0.0):
-        fill(parameters)
-        before = copies(map(grad_of, parameters))
-        traced(ClipByUnitNorm(ratio))
-        same = [*map(torch.equal, copies(map(grad_of, parameters)), before)]
-        assert same == [ratio == math.inf] * len(UNIT_SHAPES)
+@pytest.mark.parametrize("call", BREAKS)
+def test_compiled_call_that_no_graph_takes_says_so_under_fullgraph(device, call):
+    params = make(device)
+    refused = pytest.raises(Exception, match="Make other calls outside of the compiled region")
+    with unchanged(map(grad_of, params)), refused:
+        compiled(BREAKS[call])(params, 0.5)
+
+
+@pytest.mark.covering(1)
+@each_read
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+def test_compiled_call_takes_a_limit_that_changes(device, call, kind):
+    """Each number is a constant of its own graph; a tensor is read, which breaks the graph."""
+    step = torch.compile(call, fullgraph=kind is float, backend="aot_eager")
+    for x in (0.5, 0.25, 0.0, 0.125, torch.inf):
+        ours, eager = make(device), make(device)
+        torch.testing.assert_close(step(ours, kind(x)), call(eager, kind(x)), rtol=0, atol=0)
+        assert_bits(map(grad_of, ours), map(grad_of, eager))
 
 
 @pytest.mark.covering(0)
-def test_compiled_clip_by_unit_reads_the_weights_of_the_call(device):
-    (one,) = make_units([(5, 8)], device=device)
-    rule = ClipByUnitNorm(0.5)
-    traced = compiled(lambda: tritonclip.clip_([one], rule))
-    for size in (1.0, 0.25):
-        one.data.fill_(size)
-        fill([one], 100.0)
-        traced()
-        expected = torch.full((5,), 0.5 * size * 8**0.5)
-        torch.testing.assert_close(grad_of(one).norm(dim=1).cpu(), expected)
-
-
-@pytest.mark.covering(0)
-def test_compiled_clip_by_unit_of_nothing(device):
-    empty = torch.nn.Parameter(torch.ones(2, device=device))
-    assert compiled(lambda: tritonclip.clip_([empty], ClipByUnitNorm()))().shape == (0,)
-
-
-@pytest.mark.covering(0)
-def test_compiled_clip_by_unit_names_gradients_that_are_not_finite(device):
-    model = torch.nn.Linear(3, 2).to(device)
-    model(torch.full((1, 3), torch.inf, device=device)).sum().backward()
-    step = compiled(lambda: tritonclip.clip_(model, ClipByUnitNorm(), nonfinite="error"))
-    with pytest.raises(RuntimeError, match=r"norms of order 2\.0 of weight are non-finite"):
-        step()
+@each_read
+def test_compiled_call_refuses_a_bad_limit(device, call):
+    params = make(device)
+    with unchanged(map(grad_of, params)), pytest.raises(Exception, match="must be 0 or more"):
+        compiled(call)(params, -1.0)

@@ -122,7 +122,8 @@ class _Clip:
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
             # In a graph of compiled autograd, among others.
-            compiled.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
+            named = [(self._label, parameter)]
+            compiled.clip_(clip_, named, self._rule, nonfinite=self._nonfinite)
             return
         gradients = collect([parameter], lambda _: self._label, cache=plans)
         execute.clip_(gradients, self._rule, self._nonfinite)

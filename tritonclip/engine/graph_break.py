@@ -1,29 +1,28 @@
-"""Calls at which torch.compile breaks the graph: over several processes, or with a state.
+"""Calls at which torch.compile breaks the graph: all but those that one operator serves.
 
 Imported only while it traces, because `torch.compiler.disable` imports the compiler, and that
 triton.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tritonclip.modes import refuse_tracer
-from tritonclip.rules import Rule
+
+# Shown by fullgraph=True.
+_REASON = (
+    "a graph takes tritonclip's clip_, clip_grad_norm_ and clip_grad_value_ by global norm or by "
+    "value, with limits that are numbers, of plain gradients, and without grad_scale, state or "
+    "process_group. Make other calls outside of the compiled region, or compile without "
+    "fullgraph=True"
+)
 
 
-@torch.compiler.disable
+@partial(torch.compiler.disable, reason=_REASON)
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls a function of the user's once more, eagerly."""
     refuse_tracer()
-    # Rules that were made in the compiled region read their tensors now.
-    return function(*(replace(a) if _has_tensors(a) else a for a in arguments), **options)
-
-
-def _has_tensors(argument: Any) -> bool:
-    return isinstance(argument, Rule) and any(
-        isinstance(getattr(argument, name), Tensor) for name in argument.__match_args__
-    )
+    return function(*arguments, **options)

@@ -7,8 +7,6 @@ from typing import TypeGuard
 
 import torch
 
-from tritonclip.modes import is_traced
-
 # A number that depends on the step: how many calls or steps came before.
 Schedule = Callable[[int], float]
 # The least normal number of float32.
@@ -16,7 +14,7 @@ _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float; a tensor of a traced call, whose graph checks it, 0-d float64."""
+    """The argument as a float."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
@@ -27,8 +25,6 @@ def as_number(name: str, value: object) -> float:
                 f"{name} must be a number or a one-element tensor on the CPU, got one on "
                 f"{value.device}, which would make the call wait for it; pass its item()"
             )
-        if value.dtype != torch.bool and is_traced():
-            return value.detach().to(torch.float64).reshape(())  # type: ignore[return-value]
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -53,7 +49,7 @@ def local_number(name: str, number: torch.Tensor) -> torch.Tensor:
 def as_limit(name: str, value: object) -> float:
     """The argument as a float of 0 or more, or inf."""
     number = value if type(value) is float else as_number(name, value)
-    if type(number) is float and not number >= 0:
+    if not number >= 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
     # -0.0 becomes 0.0: as a limit it would flip the sign of every gradient.
     return number + 0.0
@@ -62,7 +58,7 @@ def as_limit(name: str, value: object) -> float:
 def as_eps(name: str, value: object) -> float:
     """The argument as a finite float of 0 or more."""
     number = as_limit(name, value)
-    if type(number) is float and number == math.inf:
+    if number == math.inf:
         raise ValueError(f"{name} must be finite, got inf")
     return number
 
@@ -139,7 +135,7 @@ def as_norm_type(name: str, value: object) -> float:
     """The order of a norm as a float, from 1 to inf; 'inf' is read too."""
     is_text = isinstance(value, str) and value == "inf"
     number = math.inf if is_text else as_number(name, value)
-    if type(number) is float and not number >= 1:
+    if not number >= 1:
         raise ValueError(f"{name} must be from 1 to inf, got {number}")
     return number
 
@@ -161,7 +157,7 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         if type(grad_scale) is not torch.Tensor:
             grad_scale = local_number("grad_scale", grad_scale)
         check_one_float("grad_scale", grad_scale)
-        if grad_scale.device.type != "cpu" or is_traced():
+        if grad_scale.device.type != "cpu":
             return grad_scale.detach()
     # Numbers come first: torch.compile cannot look for attributes of one that changes.
     if not isinstance(grad_scale, Real) and hasattr(grad_scale, "get_scale"):

@@ -224,11 +224,6 @@ class Rule(_Checked):
         """Whether an element that is 0 stays 0."""
         return True
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The arguments of the constructor that are numbers, in order."""
-        return tuple(number_of(self, name) for name in self.__match_args__)
-
 
 class Adaptive(_Checked):
     """A limit that follows the norms of earlier calls.
