@@ -1,5 +1,9 @@
 """Files of recorders."""
 
-from helpers.recordings import path, record_run
+import pytest
 
-__all__ = ["path", "record_run"]
+
+@pytest.fixture
+def path(tmp_path):
+    """The path of a file that is not there."""
+    return tmp_path / "run.csv"

@@ -21,7 +21,6 @@ from tritonclip.advice.series import (
     Trend,
     ends,
     falls,
-    least_equal,
     n_cut_off,
     spike_score_of,
     trend_of,
@@ -39,9 +38,8 @@ _LEAST_STEPS, _ENOUGH = 20, 100
 # The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
 # with fewer, a limit from some hundred steps depends on one or two of them.
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
-# More outliers are clipped all the same, up to this share, if no norm lies in a gap of this factor
-# below them: they are no tail of the others, and any limit among them lets most of them pass.
-_MOST_APART, _LEAST_GAP = 1 / 3, 2.0
+# With more outliers than this, a limit among them lets most of them pass.
+_MOST_APART = 1 / 3
 _N_SPIKES = 3
 # Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
 _SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
@@ -52,8 +50,8 @@ _ORDINARY = 3.0
 _EARLY, _LEAST_EARLY, _LEAST_BEFORE = 0.1, 10, 5
 # Norms grow if they rise by this much from the first tenth to the last third, and from the second
 # fifth on still by so much, which leaves out what a warm-up does; those of a vision transformer
-# that learned rose to six times. They have fallen if the first third is so many times the last.
-_GROWTH, _LATE_GROWTH, _FALLEN = 20.0, 2.0, 5.0
+# that learned rose to six times.
+_GROWTH, _LATE_GROWTH = 20.0, 2.0
 # Fewer losses cannot say whether they fall.
 _LEAST_LOSSES = 40
 # Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
@@ -149,11 +147,9 @@ def suggest_max_norm(
     """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
     The limit clips the tail: the steps beyond Tukey's fence, but at least 1% and at most 10% of the
-    steps after the warm-up. If more are beyond it, up to a third, and a gap of a factor of 2 or
-    more lies below them, the limit is the largest norm below the gap. The fence lies 1.5
-    interquartile ranges above the upper quartile of the log norm, relative to the median of its
-    section of the run; the interquartile range is twice that of the lower half, which spikes do not
-    widen.
+    steps after the warm-up. The fence lies 1.5 interquartile ranges above the upper quartile of the
+    log norm, relative to the median of its section of the run; the interquartile range is twice
+    that of the lower half, which spikes do not widen.
 
     A run without a limit is judged otherwise. If its norms become NaN or grow, or its loss does not
     fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of the
@@ -229,22 +225,16 @@ def _as_history(history: object) -> History:
     return History({"norm": norms})
 
 
-def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
-    """Which steps of a run count, as truth values, and the number of steps of its warm-up."""
-    usable = run.is_positive
-    if warmup is None:
-        warmup = warmup_of(run.norms, usable)
-    usable[:warmup] = False
-    return usable, warmup
-
-
 def _suggest(whole: History, warmup: int | None) -> Suggestion:
     run = whole
     trouble = _trouble(run, warmup or 0)
     if trouble is not None:
         # A warm-up is found by later steps, which went wrong.
         run, warmup = run.first(trouble.end), warmup or 0
-    usable, warmup = _usable(run, warmup)
+    usable = run.is_positive
+    if warmup is None:
+        warmup = warmup_of(run.norms, usable)
+    usable[:warmup] = False
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
     if len(norms) < (_LEAST_STEPS if trouble is None else _LEAST_BEFORE):
@@ -265,55 +255,23 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
     trend = trend_of(norms)
     largest = norms.topk(min(_N_SPIKES, len(norms)))
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
-    below = _limit_below_cluster(norms, trend)
-    limit = below or _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
-    if not below and not run.is_limited and trend.medians[0] > _FALLEN * trend.medians[-1]:
-        # Else it would cut off the first steps of a run that goes well.
-        limit = max(limit, two_digits(_first_third(run).quantile(1 - _MOST_SHARE)))
+    limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
     # Else its loss would be trouble.
     n_losses = int(run.losses.isfinite().sum())
     learned = trouble is None and not run.is_limited and n_losses >= _LEAST_LOSSES
     verdict, reason = _judge(norms, trend, limit, learned=learned)
-    if below and verdict in ("clip", "drift"):
-        reason += (
-            f" These {percent(_share(norms, limit))} are many, and far above the others: look at "
-            "their data."
-        )
     if trouble is not None and verdict not in ("clipped before", "constant"):
         verdict = "went wrong"
         limit, reason = _limit_of_trouble(norms, trouble)
     elif verdict in ("clip", "drift") and run.limits.isinf().any() and not run.has_losses:
         limit, reason = _limit_without_losses(run, reason)
-    limits = run.limits[run.limits.isfinite()].unique().tolist()
-    in_use = limits[0] if len(limits) == 1 else None
-    unclipped = (run.coefficients == 1) & (run.skipped != 1)
-    is_of_other_norm = bool((run.norms > (1 + 1e-5) * run.limits)[unclipped].any())
-    if is_of_other_norm:
-        in_use = None
     recommended = limit if verdict in ("clip", "drift", "went wrong") else None
     has_candidates = verdict not in ("clipped before", "constant")
     n_nonfinite = int((~whole.norms.isfinite()).sum())
-    reason += _on_limit_in_use(norms, verdict, in_use)
-    if in_use is not None and recommended is not None and recommended > _ORDINARY * in_use:
-        # Losses of outliers are as far from the others as their norms.
-        losses = run.losses[usable][norms <= recommended]
-        losses = losses[losses.isfinite()]
-        if len(losses) >= _LEAST_LOSSES and _on_loss(losses) is None:
-            reason += (
-                f" The run trained well at {in_use:g}, far below {recommended:g}: its loss fell. "
-                f"Keep {in_use:g}, or try both."
-            )
-    if verdict in ("clip", "drift") and run.limits.isnan().all() and not run.is_limited:
-        reason += f" If no limit was in use, try also {_usual(run):g}, the usual norm."
     if has_candidates and trouble is None and not run.has_losses and _ADD_LOSS not in reason:
         reason += f" With losses it could tell whether the run went well: {_ADD_LOSS}."
     if has_candidates:
         reason += f" {_FIND}"
-    if is_of_other_norm:
-        reason += (
-            " The limits of the run are not of this norm: steps over them were not clipped, as "
-            "under ClipByNorm. A max_norm is for ClipByGlobalNorm."
-        )
     if len(norms) < _ENOUGH and trouble is None:
         reason += f" These are only {len(norms)} steps: record some hundred."
     if n_nonfinite and trouble is None:
@@ -325,7 +283,7 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
         max_norm=recommended,
         reason=reason,
         verdict=verdict,
-        candidates=_candidates(norms, spikes, recommended, in_use) if has_candidates else (),
+        candidates=_candidates(norms, spikes, recommended) if has_candidates else (),
         spikes=spikes,
         medians=trend.medians,
         warmup=warmup,
@@ -395,23 +353,14 @@ def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
 
 def _limit_without_losses(run: History, reason: str) -> tuple[float, str]:
     """The limit for a run of which nobody knows whether it went well, and why."""
-    limit = _usual(run)
+    # Warm-up included: the limit has to suit it, too.
+    norms = run.norms[run.is_positive]
+    limit = two_digits(norms[: max(1, len(norms) // 3)].quantile(0.5))
     return limit, (
         f"Try {limit:g}, the usual norm of the first third. No limit was in use, and no losses "
         f"say whether the run went well: {_ADD_LOSS}. If it did: "
         f"{reason[0].lower()}{reason[1:]}"
     )
-
-
-def _first_third(run: History) -> Tensor:
-    """The norms of the first third, warm-up included: the limit has to suit them, too."""
-    norms = run.norms[run.is_positive]
-    return norms[: max(1, len(norms) // 3)]
-
-
-def _usual(run: History) -> float:
-    """The median norm of the first third, in two digits."""
-    return two_digits(_first_third(run).quantile(0.5))
 
 
 def _share(norms: Tensor, limit: float) -> float:
@@ -434,32 +383,13 @@ def _limit_at(norms: Tensor, share: float) -> float:
     return float(f"{exact:.3g}")
 
 
-def _limit_below_cluster(norms: Tensor, trend: Trend) -> float | None:
-    """The largest norm below many outliers that are a cluster; None if they are few, or none."""
-    if trend.outside <= _MOST_SHARE:
-        return None
-    n, ordered = len(norms), norms.sort().values
-    # More norms above a gap than are outliers are those of a stretch of the run.
-    most = min(_MOST_APART, trend.outside + _LEAST_SHARE)
-    first, last = math.ceil(n * (1 - most)), math.ceil(n * (1 - _MOST_SHARE))
-    gaps = (ordered[first:last] >= _LEAST_GAP * ordered[first - 1 : last - 1]).nonzero()
-    if not len(gaps):
-        return None
-    limit = float(ordered[first - 1 + int(gaps[0])])
-    unit = 10.0 ** (math.floor(math.log10(limit)) - 1)
-    # Rounded up, which a gap leaves room for.
-    return next(x for x in map(two_digits, (limit, limit + unit)) if x >= limit)
-
-
 def _candidates(
-    norms: Tensor, spikes: Sequence[Spike], recommended: float | None, in_use: float | None
+    norms: Tensor, spikes: Sequence[Spike], recommended: float | None
 ) -> tuple[Candidate, ...]:
     """Limits in ascending order, each under the first of its origins."""
     limits: dict[float, str] = {}
     if recommended is not None:
         limits[recommended] = "recommended"
-    if in_use is not None:
-        limits.setdefault(in_use, "in use")
     # Of at least one step.
     tails = [_limit_at(norms, x) for x in _SHARES if x * len(norms) >= 1]
     others = [(limit, f"about {_share(norms, limit):.0%}") for limit in tails]
@@ -538,27 +468,6 @@ def _judge(norms: Tensor, trend: Trend, limit: float, *, learned: bool) -> tuple
     if trend.outside < _LEAST_SHARE:
         why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
     return "clip", why
-
-
-def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
-    """A sentence on the limit of the run; "" without one."""
-    if in_use is None:
-        return ""
-    largest = float(norms.max())
-    if verdict in ("clipped before", "constant") and least_equal(in_use) <= largest <= in_use:
-        return (
-            f" The largest norm equals the limit in use, {in_use:g}: record the norm that clip_ "
-            "returns, not a norm measured after clipping."
-        )
-    share = _share(norms, in_use)
-    if verdict not in ("clip", "drift") and (verdict != "no outliers" or share <= _MOST_SHARE):
-        return ""
-    use = f" The limit in use, {in_use:g}, clips {share:.1%}"
-    if share > _MOST_SHARE:
-        return f"{use}, and acts as a part of the learning rate: tune both if you change it."
-    if share < _LEAST_SHARE:
-        return f"{use}, less than the tail."
-    return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
 
 
 def _short(number: float, digits: int = 2) -> str:
