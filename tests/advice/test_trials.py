@@ -16,6 +16,7 @@ from torch import nn
 
 import tritonclip
 from helpers.searches import draw, find, loss, make, training
+from tritonclip.advice import trials
 
 
 def run(train: Any, **options: Any) -> Any:
@@ -127,9 +128,15 @@ def test_cuda_begins_with_the_seed_of_before(monkeypatch):
 def test_a_training_is_closed_after_its_steps(kind):
     ends: list[str] = []
     steps: list[int] = []
+    kept: list[Any] = []
     n = 0
 
     def train(clip):
+        # Kept, so that nothing but the search closes it.
+        kept.append(count(clip))
+        return kept[-1]
+
+    def count(clip):
         steps.append(0)
         try:
             for value in training(loss=of)(clip):
@@ -174,6 +181,20 @@ def test_a_loss_that_is_returned_decides(loss):
     found = run(returning(loss))
     assert found.is_held_out
     assert {one.losses for one in found.candidates} == {(2.0 if loss == 2.0 else math.inf,)}
+
+
+def test_a_loss_that_was_nan_decides_although_it_arrived_late(monkeypatch):
+    """As on an accelerator, where later losses may be finite again, and one is returned."""
+    monkeypatch.setattr(trials, "sent", lambda number: lambda: 1)
+
+    def train(clip):
+        running = training()(clip)
+        for i in range(8):
+            yield next(running) * (math.nan if i == 4 else 1.0)
+        return 2.0
+
+    found = run(train)
+    assert {one.losses for one in found.candidates} == {(math.inf,)}
 
 
 # What is refused.
