@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +25,7 @@ from helpers.cases import (
     parameters,
     untouched,
 )
-from tritonclip import ClipByGlobalNorm, ClipByNorm
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 1.0)
 LOW = each_rule(0.5, 0.1)
@@ -132,7 +136,6 @@ def test_clip_counts_the_same_elements_with_gaps_once(device, again, rule):
 PARTS = {
     "halves that meet": lambda buffer: (buffer[:21], buffer[20:]),
     "one inside the other": lambda buffer: (buffer, buffer[7:9]),
-    "columns and rows": lambda buffer: (buffer.view(8, 5)[:, 3], buffer.view(8, 5)[2]),
     "another dtype": lambda buffer: (buffer, buffer.view(torch.complex64)),
     # As many elements, or half as many bytes.
     "another dtype of one size": lambda x: (x.view(torch.int32).view(torch.bfloat16), x),
@@ -158,6 +161,43 @@ def test_clip_takes_gradients_that_lie_between_one_another(device, rule):
     buffer = normal((8, 6), device=device)
     grads = [buffer[:4, 1:3], buffer[:4, 3:], buffer[:4, :1], buffer[4::2], buffer[5::2]]
     check_clip(grads, rule)
+
+
+@pytest.mark.parametrize("clip", [0.5, ClipByValue(0.1)], ids=["norm", "value"])
+def test_clip_writes_an_element_of_a_row_and_a_column_once(device, clip):
+    grid = normal((8, 5), device=device)
+    check_clip([grid[:, 3], grid[2]], clip)
+
+
+@pytest.mark.parametrize("rule", LOW)
+def test_clip_of_interleaved_columns(device, rule):
+    grid = normal((3, 60), device=device)
+    check_clip(list(grid.unbind(1)), rule)
+
+
+def test_clip_of_interleaved_columns_takes_linear_time():
+    """In lines of the library that run, for a list that is planned anew."""
+
+    def n_lines(n: int) -> int:
+        lines = 0
+
+        def count(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            if "tritonclip" not in frame.f_code.co_filename:
+                return None
+            lines += event == "line"
+            return count
+
+        params = parameters(list(normal((2, n)).unbind(1)))
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            tritonclip.clip_(params, 1.0)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert n_lines(2000) < 2.1 * n_lines(1000)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -37,6 +37,7 @@ VIEWS = {
     "gaps-transposed": lambda flat: flat[:4160].view(65, 64)[:, :7].t(),
     "unit-dimensions": lambda flat: flat[5:4101].as_strided((1, 4096, 1), (0, 1, 777)),
     "diagonal": lambda flat: flat[:4096].view(64, 64).diagonal(),
+    "windows": lambda flat: flat[:4160].unfold(0, 64, 16),
     "interleaved": lambda flat: flat[:4160].as_strided((2, 1000), (3, 2)),
     "gaps-over-chunks": lambda flat: flat.view(2, -1)[:, 1:],
 }

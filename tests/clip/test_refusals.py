@@ -29,8 +29,6 @@ REFUSED["subclass"] = lambda d: torch.ones(3, device=d).as_subclass(Labelled), T
 OVERLAPPING = {
     "expanded": lambda d: torch.ones(1, device=d).expand(3),
     "expanded-rows": lambda d: torch.ones(4, device=d).expand(3, 4),
-    "overlapping": lambda d: torch.ones(9, device=d).as_strided((3, 3), (1, 1)),
-    "overlapping-once": lambda d: torch.ones(13, device=d).as_strided((3, 4), (3, 2)),
 }
 REFUSED |= {name: (make, ValueError, "expanded|overlap") for name, make in OVERLAPPING.items()}
 

@@ -1,10 +1,9 @@
-"""The memory of gradients: whether there is any, whose it is, and whether elements share it."""
+"""The memory of gradients: whether there is any, whose it is, and whether two share it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from math import gcd
+from itertools import pairwise
 from operator import add, gt
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from tritonclip.backends.native import loops
 
-# Steps along a dimension: its stride, the fewest and the most.
-_Steps = tuple[int, int, int]
 # A view into a freed buffer has its offset in place of an address. No buffer is as large as this,
 # and most systems give no memory below it.
 OFFSETS = 1 << 40
@@ -31,7 +28,8 @@ class Region(NamedTuple):
         device: that the address belongs to.
         start: address of the first byte.
         runs: (stride, size) pairs, strides ascending, of which the first is a run of adjacent
-            bytes. As few as possible, so that tensors with the same bytes have the same runs.
+            bytes, and the only one where there are no gaps. As few as possible, so that tensors
+            with the same bytes have the same runs.
     """
 
     device: torch.device
@@ -44,11 +42,6 @@ class Region(NamedTuple):
         return self.start + sum(stride * (size - 1) for stride, size in self.runs) + 1
 
 
-def region_of(tensor: Tensor) -> Region:
-    """The bytes of a strided tensor that has elements."""
-    return Region(tensor.device, tensor.data_ptr(), _runs(tensor))
-
-
 def memory_of(grad: Tensor) -> Region | None:
     """The bytes that a gradient is clipped in; None where it has none, or none that are known."""
     if grad.layout == torch.sparse_coo:
@@ -58,7 +51,7 @@ def memory_of(grad: Tensor) -> Region | None:
     if grad.is_meta or not grad.numel():
         return None
     try:
-        return region_of(grad)
+        return Region(grad.device, grad.data_ptr(), _runs(grad))
     except RuntimeError:
         # A tensor without storage, as inside torch.func.
         return None
@@ -98,31 +91,26 @@ def is_freed(tensor: Tensor, address: int) -> bool:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Whether elements of a strided tensor share memory; exact."""
-    if not tensor.numel():
-        return False
-    runs = _runs(tensor)
-    # Two elements share a byte where steps along some dimensions, of which the one of the largest
-    # stride is forward, lead back to it.
-    return any(
-        stride == 0 or _is_sum(0, [(stride, 1, size - 1), *_steps(runs[:i], runs[:i])])
-        for i, (stride, size) in enumerate(runs[1:], 1)
-    )
+    """Whether elements of a strided tensor share memory as those of an expanded one do."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def find_overlap(regions: Sequence[Region | None]) -> tuple[int, int] | None:
-    """The indices of two regions that share a byte, if any do; exact. No region overlaps itself."""
-    # With their indices and ends, those that reach the next one.
-    reaching: list[tuple[int, Region, int]] = []
-    there = [(i, region) for i, region in enumerate(regions) if region is not None]
-    for index, second in sorted(there, key=lambda pair: (str(pair[1].device), pair[1].start)):
-        if reaching and reaching[0][1].device != second.device:
-            reaching = []
-        reaching = [item for item in reaching if item[2] > second.start]
-        for other, first, _ in reaching:
-            if _is_sum(second.start - first.start, _steps(first.runs, second.runs)):
-                return min(index, other), max(index, other)
-        reaching.append((index, second, second.end))
+    """The indices of two regions that are the same, or of which neither has gaps and they overlap.
+
+    Others that overlap may be written: those with gaps from copies, so that no element is scaled
+    twice.
+    """
+    seen: dict[Region, int] = {}
+    for index, region in enumerate(regions):
+        if region is not None and (first := seen.setdefault(region, index)) != index:
+            return first, index
+    dense = [region for region in seen if len(region.runs) == 1]
+    dense.sort(key=lambda region: (str(region.device), region.start))
+    for one, other in pairwise(dense):
+        if one.device == other.device and other.start < one.end:
+            first, second = sorted((seen[one], seen[other]))
+            return first, second
     return None
 
 
@@ -139,34 +127,3 @@ def _runs(tensor: Tensor) -> tuple[tuple[int, int], ...]:
         else:
             runs.append((stride, size))
     return tuple(runs)
-
-
-# Slices of one matrix, of which each is compared with all others, have the same runs.
-@lru_cache(maxsize=64)
-def _steps(
-    first: tuple[tuple[int, int], ...], second: tuple[tuple[int, int], ...]
-) -> tuple[_Steps, ...]:
-    """The steps from the start of one region to a byte of it, and from a byte of another back."""
-    strides = sorted({stride for stride, _ in (*first, *second)}, reverse=True)
-    return tuple(
-        (
-            stride,
-            sum(1 - n for s, n in second if s == stride),
-            sum(n - 1 for s, n in first if s == stride),
-        )
-        for stride in strides
-    )
-
-
-def _is_sum(distance: int, steps: Sequence[_Steps]) -> bool:
-    """Whether steps add up to a distance; those of adjacent bytes are last."""
-    (stride, least, most), *inner = steps
-    if not inner:
-        return least <= distance <= most
-    # What the steps of smaller strides can add, and what only adjacent bytes can.
-    low, high = sum(s * n for s, n, _ in inner), sum(s * n for s, _, n in inner)
-    *larger, (_, start, end) = steps
-    if (distance - start) % gcd(*(s for s, _, _ in larger)) > end - start:
-        return False
-    first, last = max(least, -((high - distance) // stride)), min(most, (distance - low) // stride)
-    return any(_is_sum(distance - n * stride, inner) for n in range(first, last + 1))
