@@ -88,7 +88,7 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("each norm", 15, 9),
         ("value", 12, 8),
         ("flat", 11, 6),
-        ("step", 33, 14),
+        ("step", 32, 14),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):
