@@ -58,7 +58,7 @@ def test_rule_by_norm_takes_limits_from_zero_to_infinity(kind, max_norm):
 
 
 @BY_NORM
-@pytest.mark.parametrize("norm_type", [0, 0.5, 1, 2, 3.5, 20, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", [1, 2, 3.5, 20, math.inf])
 def test_rule_by_norm_takes_every_norm_type(kind, norm_type):
     assert kind(1.0, norm_type=norm_type).norm_type == norm_type
 

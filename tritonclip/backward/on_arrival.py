@@ -15,9 +15,8 @@ from tritonclip.backward.activations import plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import compiled, execute
-from tritonclip.engine.arguments import with_labels
+from tritonclip.engine.arguments import FSDP_MARK, with_labels
 from tritonclip.engine.checks import check_policy
-from tritonclip.engine.fsdp1 import FSDP_MARK
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue

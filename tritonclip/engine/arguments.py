@@ -5,7 +5,9 @@ A module is walked once, which also finds marks of need_clip.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from types import MethodType
 from typing import Any
 
@@ -14,12 +16,33 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from tritonclip.engine.fsdp1 import refuse_fsdp_shards
-
 # Types that the library can read; subclasses may hold anything.
 PLAIN = frozenset({Tensor, Parameter})
 # A module that overrides one of these may have other parameters than a walk finds.
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
+
+
+# The attribute of parameters that FullyShardedDataParallel, the first version, manages. They are
+# plain tensors that only look whole.
+FSDP_MARK = "_fsdp_flattened"
+FSDP_MARKS = repeat(FSDP_MARK)
+
+
+def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
+    """Refuses norms of parameters that FullyShardedDataParallel may have split over processes."""
+    if are_fsdp_shards(parameters):
+        raise TypeError(
+            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
+            "norm of one process only; expected process_group=: that of the "
+            "FullyShardedDataParallel module, its attribute process_group"
+        )
+
+
+def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel manages a parameter, on several processes."""
+    if "torch.distributed.fsdp" not in sys.modules or not any(map(hasattr, parameters, FSDP_MARKS)):
+        return False
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class GradientSource:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonclip.engine.fsdp1 import refuse_fsdp_shards
+from tritonclip.engine.arguments import refuse_fsdp_shards
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.engine import checks, norms
-from tritonclip.engine.arguments import LabelOf, gradient_of, names_at
-from tritonclip.engine.fsdp1 import FSDP_MARKS, are_fsdp_shards
+from tritonclip.engine.arguments import (
+    FSDP_MARKS,
+    LabelOf,
+    are_fsdp_shards,
+    gradient_of,
+    names_at,
+)
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.reading import copy_of, write_back_
