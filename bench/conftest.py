@@ -137,7 +137,7 @@ def pytest_benchmark_update_machine_info(
         "threads": torch.get_num_threads(),
         "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "tritonclip": tritonclip.__version__,
-        "backend": choose.backend_name(device, torch.float32),
+        "backend": choose.backend_name(device),
         "torch": torch.__version__,
     }
     for package in PACKAGES:

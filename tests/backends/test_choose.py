@@ -49,10 +49,10 @@ def kernels(monkeypatch):
     monkeypatch.setattr(choose, "triton_fault", lambda: None)
 
 
-def asked_for(name, message, *, on=CUDA, dtype=torch.float32):
+def asked_for(name, message, *, on=CUDA):
     """The backend is asked for, and refused."""
     with tritonclip.use_backend(name), pytest.raises(RuntimeError, match=message):
-        choose.backend_name(on, dtype)
+        choose.backend_name(on)
 
 
 @contextmanager
@@ -69,26 +69,8 @@ ON_CUDA: Any = SimpleNamespace(device=CUDA, dtype=torch.float32, numel=lambda: 3
 
 def test_auto_is_native_on_cpu_tensors():
     assert settings.current().backend == "auto"
-    assert choose.backend_name(CPU, torch.float32) == "native"
+    assert choose.backend_name(CPU) == "native"
     assert type(choose.layout_of([normal(3)])) is NativeLayout
-
-
-@pytest.mark.parametrize("name", ["auto", "native"])
-def test_operators_serve_dtypes_without_arithmetic(name):
-    with tritonclip.use_backend(name):
-        assert choose.backend_name(CPU, torch.float8_e5m2) == "torch"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
-def test_a_device_that_is_not_served_is_an_error_in_every_dtype(dtype):
-    asked_for("native", "not on cuda: use backend", dtype=dtype)
-
-
-def test_dtypes_that_kernels_cannot_read_are_said_once(kernels):
-    with pytest.warns(UserWarning, match=r"kernels cannot read tensors of torch\.float8_e5m2"):
-        assert choose.backend_name(CUDA, torch.float8_e5m2) == "torch"
-    with nothing_said():
-        assert choose.backend_name(CUDA, torch.float8_e5m2) == "torch"
 
 
 def test_an_installation_without_the_extension_is_said_once(monkeypatch):
@@ -109,7 +91,7 @@ def test_native_that_was_not_built_is_refused(monkeypatch):
 
 
 def test_auto_is_triton_on_cuda_tensors(kernels):
-    assert choose.backend_name(CUDA, torch.float32) == "triton"
+    assert choose.backend_name(CUDA) == "triton"
 
 
 def test_use_backend_nests_and_restores():
@@ -214,11 +196,11 @@ from tritonclip.backends import choose
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for _ in range(2):
-        print(choose.backend_name(torch.device("cuda"), torch.float32))
+        print(choose.backend_name(torch.device("cuda")))
 print(*(warning.message for warning in said), sep="\\n")
 try:
     with tritonclip.use_backend("triton"):
-        choose.backend_name(torch.device("cuda"), torch.float32)
+        choose.backend_name(torch.device("cuda"))
 except RuntimeError as error:
     print(error)
 """
@@ -263,11 +245,11 @@ def test_triton_that_cannot_be_imported_is_said_once(tmp_path, monkeypatch, sour
     monkeypatch.setattr(choose, "triton_fault", choose.triton_fault.__wrapped__)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [choose.backend_name(CUDA, torch.float32) for _ in range(2)] == ["torch"] * 2
+        assert [choose.backend_name(CUDA) for _ in range(2)] == ["torch"] * 2
     (warning,) = (str(one.message) for one in said)
     assert warning.startswith(f"tritonclip uses its slower torch backend on cuda: triton {reason}")
     with tritonclip.use_backend("triton"), pytest.raises(RuntimeError) as caught:
-        choose.backend_name(CUDA, torch.float32)
+        choose.backend_name(CUDA)
     refusal = f"the triton backend was asked for, but triton {reason}"
     assert str(caught.value).startswith(refusal)
 
@@ -316,17 +298,17 @@ def test_triton_that_is_not_installed_is_said_once_and_refused_by_name(monkeypat
 def test_kernels_that_modes_cannot_see_are_not_used_and_said_once(kernels):
     with TorchDispatchMode():
         with pytest.warns(UserWarning, match="cannot read tensors inside torch.func"):
-            assert choose.backend_name(CUDA, torch.float32) == "torch"
+            assert choose.backend_name(CUDA) == "torch"
         with nothing_said():
-            assert choose.backend_name(CUDA, torch.float32) == "torch"
-            assert choose.backend_name(CPU, torch.float32) == "torch"
-    assert choose.backend_name(CUDA, torch.float32) == "triton"
+            assert choose.backend_name(CUDA) == "torch"
+            assert choose.backend_name(CPU) == "torch"
+    assert choose.backend_name(CUDA) == "triton"
 
 
 def test_torch_that_is_asked_for_says_nothing(monkeypatch):
     monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with tritonclip.use_backend("torch"):
-        assert choose.backend_name(CUDA, torch.float32) == "torch"
+        assert choose.backend_name(CUDA) == "torch"
 
 
 def test_import_error_in_the_kernels_is_not_swallowed(kernels, monkeypatch):
@@ -358,7 +340,7 @@ def test_interpreter_leaves_cuda_tensors_alone(kernels, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked_for("triton", "unset it")
     with pytest.warns(UserWarning, match="TRITON_INTERPRET=1"):
-        assert choose.backend_name(CUDA, torch.float32) == "torch"
+        assert choose.backend_name(CUDA) == "torch"
 
 
 @pytest.mark.parametrize(

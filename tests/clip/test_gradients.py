@@ -25,7 +25,7 @@ from helpers.cases import (
     parameters,
     untouched,
 )
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 1.0)
 LOW = each_rule(0.5, 0.1)
@@ -254,15 +254,16 @@ def test_clip_of_mixed_dtypes_with_float64(device):
         )
 
 
-@pytest.mark.filterwarnings("ignore:tritonclip's kernels do not read:UserWarning")
-@pytest.mark.parametrize(
-    "rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=["global", "by-norm"]
-)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-def test_clip_of_float8(device, dtype, rule):
-    """No kernel reads it, so it goes to the torch backend, which is said once."""
-    for n in (40, 8193):
-        check_clip([grad.to(dtype) for grad in of_sizes((n, 3), torch.float32, device)], rule)
+def test_float8_is_refused(device, dtype):
+    grads = of_sizes((40, 3), torch.float32, device)
+    grads[1] = grads[1].to(dtype)
+    message = f"gradient of parameters.1. has dtype {dtype}; clip in float32 or bfloat16, before"
+    for rule in (1.0, tritonclip.ClipByValue(0.5)):
+        with untouched(grads[:1]), pytest.raises(TypeError, match=message):
+            tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    with pytest.raises(TypeError, match="clip in float32 or bfloat16"):
+        tritonclip.functional.clip_by_norm(grads[1], 1.0)
 
 
 @pytest.mark.parametrize("rule", LOW)

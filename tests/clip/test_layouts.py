@@ -81,7 +81,6 @@ def test_clip_of_a_known_list_of_views(device, view, scale, rule, dtype):
 
 STAGED = {
     "gaps": lambda n: normal(2 * n)[::2],
-    "float8": lambda n: normal(n).to(torch.float8_e4m3fn),
     "negated": lambda n: torch._neg_view(normal(n)),
 }
 

@@ -61,22 +61,18 @@ def test_sparse_gradient_is_scaled_as_the_dense_one(device, coalesced, dtype, ru
 
 @BOTH
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=repr)
-@pytest.mark.parametrize("kind", ["gaps", "float8"])
-def test_sparse_gradient_whose_values_are_read_from_a_copy(kind, rule, coalesced):
-    values = torch.tensor([[3.0, 0.5, 1.0], [-2.0, 4.0, 8.0]])
-    values = values[:, ::2] if kind == "gaps" else values.to(torch.float8_e4m3fn)
+def test_sparse_gradient_whose_values_are_read_from_a_copy(rule, coalesced):
+    values = torch.tensor([[3.0, 0.5, 1.0], [-2.0, 4.0, 8.0]])[:, ::2]
     at = torch.tensor([[1, 4] if coalesced else [4, 4]])
     one = parameter(
         torch.sparse_coo_tensor(at, values, (6, values.shape[1]), is_coalesced=coalesced)
     )
-    wide = values.float()
-    before = (wide if coalesced else wide.sum(0, keepdim=True)).clone()
+    before = (values if coalesced else values.sum(0, keepdim=True)).clone()
     norm = tritonclip.clip_([one], rule)
     assert_norm(norm.reshape(()), reference.norm(before))
     by = reference.coefficient(norm.reshape(()), 0.5)
     assert grad_of(one).is_coalesced()
-    expected = reference.scaled(before, by).to(values.dtype)
-    assert_bits([grad_of(one)._values()], [expected])
+    assert_bits([grad_of(one)._values()], [reference.scaled(before, by)])
 
 
 @BOTH

@@ -11,7 +11,6 @@ from helpers.cases import (
     FLOATS,
     SIZES,
     assert_bits,
-    bounds_of,
     check_clip,
     copies,
     normal,
@@ -86,20 +85,3 @@ def test_clip_by_value_rounds_the_bounds_for_each_dtype(device):
     tritonclip.clip_(parameters(grads), ClipByValue(0.1))
     for grad, dtype in zip(grads, dtypes, strict=True):
         assert torch.equal(grad.cpu(), torch.full((5,), 0.1, dtype=torch.float64).to(dtype))
-
-
-@pytest.mark.filterwarnings("ignore:tritonclip.s kernels do not read:UserWarning")
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz],
-    ids=str,
-)
-@pytest.mark.parametrize("bounds", [(torch.inf,), (-torch.inf, 2.0), (-2.0, torch.inf)], ids=str)
-def test_clip_by_value_to_infinity_in_float8(device, dtype, bounds):
-    """Formats without inf: an infinite bound is no limit there either."""
-    values = torch.tensor([-8.0, -1.0, 0.0, 1.0, 8.0])
-    grad = values.to(dtype).to(device)
-    rule = ClipByValue(*bounds)
-    with tritonclip.verify():
-        tritonclip.clip_([parameter(grad)], rule)
-    assert grad.float().tolist() == values.clamp(*bounds_of(rule)).tolist()

@@ -81,40 +81,6 @@ def test_integer_bounds_are_exact_and_stay_in_range():
     assert y.tolist() == [1, 100]
 
 
-F8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-@pytest.mark.parametrize("dtype", F8, ids=str)
-@pytest.mark.parametrize("of", [lambda f: f, torch.vmap], ids=["plain", "vmap"])
-@pytest.mark.parametrize("bound", [0.3, torch.tensor(0.3), torch.tensor(0.3, dtype=F8[0])], ids=str)
-def test_float8_is_clamped_to_the_rounded_bound(dtype, of, bound):
-    x = torch.tensor([3.0, -4.0, 0.25]).to(dtype)
-    y = of(lambda x: functional.clip_by_value(x, -1.0, bound))(x)
-    rounded = torch.tensor(float(bound)).to(dtype).item()
-    assert y.dtype == dtype
-    assert y.float().tolist() == [rounded, -1.0, 0.25]
-
-
-def test_bounds_beyond_float8_are_none():
-    x = torch.tensor([448.0, -448.0]).to(F8[0])
-    y = functional.clip_by_value(x, max=torch.tensor(1e6))
-    assert y.float().tolist() == [448.0, -448.0]
-
-
-def test_float8_has_a_derivative():
-    x = torch.tensor([3.0, -4.0, 0.5], requires_grad=True)
-    functional.clip_by_value(x.to(F8[0]), -1.0, 1.0).float().sum().backward()
-    assert grad_of(x).tolist() == [0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", F8, ids=str)
-@pytest.mark.parametrize("bound", [0.1, 0.3, torch.tensor(0.3)], ids=str)
-def test_float8_on_the_rounded_bound_has_the_mean_of_both_derivatives(dtype, bound):
-    x = torch.full((3,), float(bound)).to(dtype).requires_grad_()
-    functional.clip_by_value(x, max=bound).float().sum().backward()
-    assert grad_of(x).tolist() == [0.5, 0.5, 0.5]
-
-
 DTYPES = [torch.float16, torch.float32, torch.float64, torch.bfloat16]
 DTYPES += [torch.int16, torch.int32, torch.int64, torch.uint8]
 

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 import tritonclip
 from bench.timing import extra_bytes
 from helpers import reference
-from helpers.cases import FLOATS, HALVES, assert_bits, normal, untouched
+from helpers.cases import FLOATS, assert_bits, normal
 from tritonclip.engine import units
 from tritonclip.functional import clip_by_global_norm, clip_per_example
 
@@ -159,18 +159,18 @@ def test_clip_per_example_reads_any_order_of_memory(backend, order):
     assert torch.equal(tree["x"], before)
 
 
-def test_clip_per_example_takes_complex_and_float8(backend):
+def test_clip_per_example_takes_complex(backend):
     x = normal((3, 4), torch.complex64, backend.device)[:, :, None].expand(3, 4, 2)
     pairs = torch.view_as_real(x)
-    narrow = normal((3, 5)).to(torch.float8_e4m3fn).to(backend.device)
+    other = normal((3, 5), device=backend.device)
     for conjugated in (False, True):
         own = x.conj() if conjugated else x
-        total, norms = clip_per_example([own, narrow], 1.0)
-        expected, known = clip_per_example([pairs, narrow.float()], 1.0)
+        total, norms = clip_per_example([own, other], 1.0)
+        expected, known = clip_per_example([pairs, other], 1.0)
         torch.testing.assert_close(norms, known)
-        other = torch.view_as_complex(expected[0].contiguous())
-        torch.testing.assert_close(total[0], (other.conj() if conjugated else other).resolve_conj())
-        assert torch.equal(total[1].float(), expected[1].to(narrow.dtype).float())
+        made = torch.view_as_complex(expected[0].contiguous())
+        torch.testing.assert_close(total[0], (made.conj() if conjugated else made).resolve_conj())
+        assert torch.equal(total[1], expected[1])
 
 
 @pytest.mark.parametrize("size", [1e30, 1e-30])
@@ -254,67 +254,13 @@ def test_clip_per_example_propagates_as_a_loop_over_examples(backend, dtype):
             assert torch.equal(x.isfinite(), expected.isfinite())
 
 
-def test_clip_per_example_error_names_the_examples_and_adds_nothing(backend):
+def test_clip_per_example_error_names_the_examples(backend):
     tree = tensors_of(batch_of(4, device=backend.device))
     tree["3"].view(4, -1)[1, 0], tree["0"].view(4, -1)[3, 0] = math.inf, math.nan
-    buffers = {name: torch.ones_like(x[0]) for name, x in tree.items()}
     each = r"examples 3 in gradients\['0'\], 1 in gradients\['3'\]"
     for per_layer, message in ((False, "norms of examples 1, 3 of 4 are not finite"), (True, each)):
-        with untouched(buffers.values()), pytest.raises(RuntimeError, match=message):
-            clip_per_example(tree, 1.0, nonfinite="error", per_layer=per_layer, add_to=buffers)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_clip_per_example_adds_micro_batches_in_float32(backend, dtype):
-    tree = tensors_of(batch_of(6, dtype, backend.device))
-    buffers = {k: torch.zeros_like(x[0], dtype=torch.float32) for k, x in tree.items()}
-    for rows in (slice(0, 4), slice(4, 6)):
-        micro = {k: x[rows] for k, x in reversed(tree.items())}
-        returned, norms = clip_per_example(micro, 1.0, add_to=buffers)
-        assert returned is buffers
-        assert len(norms) == rows.stop - rows.start
-    assert_sums(buffers, tree, expected_of(tree, 1.0)[0])
-
-
-def test_clip_per_example_adds_to_buffers_of_half_precision_with_one_rounding():
-    tree = batch_of(3, torch.bfloat16)["0"]
-    before = normal((3, 5), torch.bfloat16, seed=9)
-    total, _ = clip_per_example(tree.float(), 1.0)
-    buffer = before.clone()
-    clip_per_example(tree, 1.0, add_to=buffer)
-    torch.testing.assert_close(buffer, (before.float() + total).bfloat16(), rtol=0, atol=0)
-
-
-TREE = {"a": torch.ones(2, 3), "b": torch.ones(2)}
-ONE = torch.zeros(3)
-NO_BUFFERS: dict[str, Any] = {
-    "fewer": ({"a": ONE, "b": None}, r"structure of gradients.*got tensors at \['a'\]"),
-    "others": ({"a": ONE, "b": None, "c": ONE}, r"expected them at \['a'\], \['b'\]"),
-    "shape": ({"a": torch.zeros(2, 3)}, r"add_to\['a'\] has shape \(2, 3\) on cpu; expected"),
-    "expanded": ({"a": torch.zeros(1).expand(3)}, r"add_to\['a'\] has elements that share memory"),
-    "shared": ({"a": ONE, "b": ONE[0]}, "share memory with each other or with gradients"),
-    "gradients": ({"a": TREE["a"][0]}, "share memory with each other or with gradients"),
-    "leaf": ({"a": torch.zeros(3, requires_grad=True)}, r"add_to\['a'\] requires a gradient"),
-    # PyTorch would record each sum.
-    "result": ({"a": torch.zeros(3, requires_grad=True) * 1}, "requires a gradient, so it cannot"),
-    "complex": ({"a": torch.zeros(3, dtype=torch.complex64)}, "expected both real or complex"),
-    "integers": ({"b": torch.zeros((), dtype=torch.int64)}, "floating-point dtype"),
-}
-
-
-@pytest.mark.parametrize(("wrong", "message"), NO_BUFFERS.values(), ids=NO_BUFFERS)
-def test_clip_per_example_refuses_buffers_it_cannot_add_to(wrong, message):
-    right = {"a": torch.zeros(3), "b": torch.zeros(())}
-    given = {k: x for k, x in (right | wrong).items() if x is not None}
-    kind = TypeError if "dtype" in message else ValueError
-    with untouched([*right.values(), ONE, *TREE.values()]), pytest.raises(kind, match=message):
-        clip_per_example(TREE, 1.0, add_to=given)
-
-
-def test_clip_per_example_refuses_buffers_that_are_recorded():
-    recorded, total = torch.ones(2, 3, requires_grad=True), torch.zeros(3)
-    with untouched([total]), pytest.raises(RuntimeError, match="recorded by autograd"):
-        clip_per_example(recorded, 1.0, add_to=total)
+        with pytest.raises(RuntimeError, match=message):
+            clip_per_example(tree, 1.0, nonfinite="error", per_layer=per_layer)
 
 
 BATCH = torch.ones(3, 2)
@@ -324,7 +270,7 @@ NO_BATCHES: dict[str, Any] = {
     "0-d alone": (torch.ones(()), r"got gradients of shape \(\)"),
     "nothing": ({}, "no tensor; expected tensors of shape"),
     "None": ([None], "no tensor; expected tensors of shape"),
-    "sparse": ([BATCH.to_sparse()], "expected dense ones"),
+    "sparse": ([BATCH.to_sparse()], r"convert it with to_dense\(\)"),
     "integers": ([BATCH.int()], "expected a floating-point dtype"),
     "no example": ([BATCH[:0]], "needs at least one example"),
 }
@@ -332,7 +278,7 @@ NO_BATCHES: dict[str, Any] = {
 
 @pytest.mark.parametrize(("tree", "message"), NO_BATCHES.values(), ids=NO_BATCHES)
 def test_clip_per_example_refuses_bad_batches(tree, message):
-    kind = TypeError if "dense" in message or "dtype" in message else ValueError
+    kind = TypeError if "convert" in message or "dtype" in message else ValueError
     reduce: Any = "mean" if "example" in message else "sum"
     with pytest.raises(kind, match=message):
         clip_per_example(tree, 1.0, reduce=reduce)
@@ -473,13 +419,3 @@ def test_clip_per_example_normalizes_zeros_by_a_huge_limit():
         assert not clip_per_example(x, 4e36, normalize=True)[0].any()
     wide = {"a": zeros, "b": zeros.double()}
     assert not clip_per_example(wide, 1e40, normalize=True)[0]["a"].any()
-
-
-def test_clip_per_example_leaves_buffers_as_they_are_where_one_is_conjugate():
-    x, total = torch.ones(2, 3, dtype=torch.complex64), torch.zeros(3, dtype=torch.complex64)
-    for gradients, lazy in ((x, total.conj()), (torch.ones(2, 3), total.conj().imag)):
-        plain = torch.zeros(3, dtype=gradients.dtype)
-        with pytest.raises(RuntimeError, match="mutable TensorLists"):
-            clip_per_example([gradients, gradients], 1.0, add_to=[plain, lazy])
-        assert not plain.any()
-        assert not total.any()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import tritonclip
 from helpers.cases import assert_bits, grad_of, normal
@@ -108,6 +109,9 @@ def test_compile_traces_the_whole_call_and_its_derivative(name):
 class Pair:
     left: Tensor
     right: Tensor
+
+
+pytree.register_dataclass(Pair)
 
 
 @pytest.mark.plain_empty

@@ -78,9 +78,6 @@ def bound(limit: float, dtype: torch.dtype) -> Tensor:
 def clamped(grad: Tensor, low: float, high: float, grad_scale: float | None = None) -> Tensor:
     """The gradient within its bounds, NaN where it was NaN, unscaled first if it was scaled."""
     values = grad.cpu()
-    if grad.dtype.itemsize == 1:
-        # float8, which PyTorch does not compare.
-        values = values.float()
     if grad_scale is not None:
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         values = values.to(wide) * (

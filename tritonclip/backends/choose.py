@@ -28,7 +28,7 @@ def layout_of(tensors: list[Tensor]) -> Layout:
     RuntimeError where a backend was asked for by name and cannot serve the device.
     """
     device = tensors[0].device
-    name = backend_name(device, tensors[0].dtype)
+    name = backend_name(device)
     if name == "native":
         return NativeLayout(tensors)
     if name == "torch":
@@ -49,7 +49,7 @@ def unit_layout_of(
 ) -> TorchUnitLayout:
     """As `layout_of`, for a rule by unit, of gradients as users see them; `dtype` is of results."""
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
-    name = backend_name(device, grads[0].dtype.to_real())
+    name = backend_name(device)
     is_arithmetic = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
     if name == "triton":
         # As many reals in a unit of the weights as in one of the gradients.
@@ -73,7 +73,7 @@ def host_decides(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def backend_name(device: torch.device, dtype: torch.dtype) -> str:
+def backend_name(device: torch.device) -> str:
     """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
     requested = settings.current().backend
     name = _OF_DEVICE.get(device.type, "torch") if requested == "auto" else requested
@@ -88,19 +88,15 @@ def backend_name(device: torch.device, dtype: torch.dtype) -> str:
             "TRITONCLIP_BACKEND=torch, where that is intended"
         )
         return "torch"
-    unread = ""
-    if is_observed():
-        unread = (
-            "tensors inside torch.func, forward-mode derivatives and dispatch modes: clip outside"
-        )
-    elif dtype not in ARITHMETIC:
-        unread = f"tensors of {dtype}: convert them"
-    if unread and name == "triton":
+    if not is_observed():
+        return name
+    if name == "triton":
         _warn_once(
-            f"tritonclip's kernels cannot read {unread} where speed matters, as PyTorch's "
-            "operators are slower"
+            "tritonclip's kernels cannot read tensors inside torch.func, forward-mode derivatives "
+            "and dispatch modes: clip outside where speed matters, as PyTorch's operators are "
+            "slower"
         )
-    return "torch" if unread else name
+    return "torch"
 
 
 @cache

@@ -45,7 +45,7 @@ _ROW_OF_DOUBLES = 4096
 # 2^-126 each are 2^-35. In float64 they lose 2^-1022 each.
 _TRUSTED = 2.0**-30
 _TRUSTED_DOUBLE = 2.0**-478
-# Dtypes that PyTorch, loops and kernels have arithmetic for; float8 has none.
+# Dtypes that loops and kernels have arithmetic for.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -297,9 +297,6 @@ def _pieces(tensors: list[Tensor], size: int) -> Iterator[Tensor]:
 
 def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     """The norm of a small 1-d tensor, 0-d, in `dtype`; no power overflows or underflows."""
-    if x.dtype.itemsize == 1:
-        # float8 has no operators.
-        x = x.to(dtype)
     if norm_type == math.inf:
         return x.abs().max().to(dtype)
     fits_float64 = dtype == torch.float64 != x.dtype and norm_type <= MOST_IN_FLOAT64

@@ -76,7 +76,7 @@ def _without_a_gpu() -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            backend = choose.backend_name(torch.device("cuda"), torch.float32)
+            backend = choose.backend_name(torch.device("cuda"))
         except RuntimeError as error:
             return f"; one would not be served: {error}"
     found = f"; the {backend} backend would serve one"
@@ -86,7 +86,7 @@ def _without_a_gpu() -> str:
 def _self_test(device: torch.device) -> tuple[str, str]:
     """The backend of a device, and the result of a verified clip in every dtype by every rule."""
     try:
-        backend = choose.backend_name(device, torch.float32)
+        backend = choose.backend_name(device)
         _clip_known(device)
         with settings.verify():
             for dtype in _DTYPES:

@@ -131,8 +131,6 @@ def nonfinite_indices(gradients: Gradients) -> list[int]:
 
     def is_nonfinite(grad: Tensor) -> bool:
         grad = grad.coalesce()._values() if grad.layout == torch.sparse_coo else grad
-        # float8 cannot be asked.
-        grad = grad.float() if grad.dtype.itemsize == 1 else grad
         return not bool(torch.isfinite(grad).all())
 
     return gradients.indices_where(is_nonfinite)

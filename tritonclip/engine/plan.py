@@ -113,6 +113,12 @@ class Plan:
 
 # The dtypes whose norms are float64.
 WIDE = frozenset({torch.float64, torch.complex128})
+# Floating-point dtypes of one byte, for which PyTorch has no arithmetic.
+FLOAT8 = frozenset(
+    x
+    for x in vars(torch).values()
+    if isinstance(x, torch.dtype) and x.is_floating_point and x.itemsize == 1
+)
 # Most that a gradient takes in a plan, beside scratch: 288 bytes where it has one dimension, 368
 # where it has four, 488 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
@@ -267,6 +273,11 @@ def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
         raise TypeError(
             f"the gradient of {label()} has dtype {grad.dtype}; expected a floating-point or "
             "complex dtype"
+        )
+    if grad.dtype in FLOAT8:
+        raise TypeError(
+            f"the gradient of {label()} has dtype {grad.dtype}; clip in float32 or bfloat16, "
+            "before it is converted"
         )
     if grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(

@@ -1,8 +1,8 @@
 """How the verbs of a backend read a gradient: as it is, by a view, or from a copy.
 
 Copies are of gradients that no backend reads in their memory: sparse ones that are not coalesced,
-float8, which has no arithmetic, those with gaps between their elements, and lazily negated ones. A
-copy lives as long as the call, and is written back.
+those with gaps between their elements, and lazily negated ones. A copy lives as long as the call,
+and is written back.
 """
 
 from dataclasses import dataclass
@@ -48,42 +48,29 @@ def needs_copy(grad: Tensor) -> bool:
     """Whether a gradient is read from a copy."""
     if grad.layout == torch.sparse_coo:
         return not grad.is_coalesced() or needs_copy(grad._values())
-    if grad.dtype.itemsize == 1 or grad.is_neg():
-        return True
-    return not grad.is_contiguous() and flat_size(grad) is None
+    return grad.is_neg() or (not grad.is_contiguous() and flat_size(grad) is None)
 
 
 @without_grad
 def copy_of(grad: Tensor) -> Tensor:
     """A dense copy of a gradient, of its layout: sparse gradients are coalesced."""
     if grad.layout == torch.sparse_coo:
-        values = grad._values()
-        if needs_copy(values):
-            # First, as PyTorch does not coalesce float8.
-            grad = _with_values(grad, copy_of(values))
-        return grad.coalesce()
-    dtype = torch.float32 if grad.dtype.itemsize == 1 else grad.dtype
+        if not grad.is_coalesced():
+            return grad.coalesce()
+        return torch.sparse_coo_tensor(
+            grad._indices(),
+            copy_of(grad._values()),
+            grad.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
     dense = grad.resolve_neg()
-    return dense.to(dtype, memory_format=torch.contiguous_format, copy=dense is grad)
+    copied = dense.clone(memory_format=torch.contiguous_format) if dense is grad else dense
+    return copied.contiguous()
 
 
 def write_back_(grad: Tensor, copy: Tensor) -> None:
-    """Writes a copy back, rounded to the gradient's dtype."""
-    if grad.layout != torch.sparse_coo:
-        # To a lazily negated tensor of another dtype, copy_ forgets the sign (torch 2.13, CPU).
-        grad.copy_(copy.to(grad.dtype))
-    elif grad.is_coalesced():
-        write_back_(grad._values(), copy._values())
-    else:
-        grad.copy_(_with_values(copy, copy._values().to(grad.dtype)))
-
-
-def _with_values(grad: Tensor, values: Tensor) -> Tensor:
-    """A sparse gradient of other values."""
-    return torch.sparse_coo_tensor(
-        grad._indices(),
-        values,
-        grad.shape,
-        is_coalesced=grad.is_coalesced(),
-        check_invariants=False,
-    )
+    """Writes a copy back."""
+    if grad.layout == torch.sparse_coo and grad.is_coalesced():
+        grad, copy = grad._values(), copy._values()
+    grad.copy_(copy)

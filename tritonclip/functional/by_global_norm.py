@@ -81,10 +81,9 @@ def clip_by_global_norm(
         tensor(8.)
 
     Args:
-        tensors: a tensor, or a nested structure of tensors and None: dicts, lists, tuples,
-            dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
-            or sparse COO, whose values at one index are added up first; dtypes and devices
-            may mix. A tensor that occurs several times counts each time.
+        tensors: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, and
+            classes registered with `torch.utils._pytree`. Real or complex, strided; dtypes and
+            devices may mix. A tensor that occurs several times counts each time.
         max_norm: the largest norm over all tensors, 0 or more: a number or a one-element tensor,
             which may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
             reading it would wait, the result is undefined.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
@@ -45,16 +44,16 @@ def clip_by_norm(
                 [0.3000, 0.4000]])
 
     Args:
-        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
-            and classes registered with `torch.utils._pytree`. Each tensor is clipped
-            by its own norm. Real or complex, strided or sparse COO; any dtypes and devices.
+        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, and classes
+            registered with `torch.utils._pytree`. Each tensor is clipped by its own norm. Real or
+            complex, strided; any dtypes and devices, but no float8.
         max_norm: the largest norm, 0 or more; a floating-point tensor where limits differ or have
             derivatives: of one element, or, with `dim`, one that broadcasts to the norms. A
             negative or NaN element raises on a CPU; elsewhere, where reading it would wait, the
             result is undefined.
         dim: dimensions over which a norm is taken, one norm for each index of the others, as the
             axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
-            a batch. None: all. Of a sparse tensor, dense dimensions only.
+            a batch. None: all.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
             number from 1 to inf.
 
@@ -80,9 +79,9 @@ def clip_by_norm(
     values = tree.check()
     order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor("max_norm", max_norm)
     clipped = []
-    for tensor, value in zip(tree.tensors, values, strict=True):
+    for value in values:
         dtype = result_dtype([value])
-        norms = formulas.within(norms_over(value, order, _dims_of(tensor, dim)), dtype)
+        norms = formulas.within(norms_over(value, order, _dims_of(value, dim)), dtype)
         clipped += scaled([value], [coefficient_over(norms, limit, dtype)])
     result: T = tree.rebuild(clipped)
     return result
@@ -108,7 +107,7 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
         tensor([1.5000, 2.0000])
 
     Args:
-        x: tensors as for :func:`clip_by_norm`; all elements of a sparse one count.
+        x: tensors as for :func:`clip_by_norm`.
         max_norm: the largest average norm, 0 or more: a number or a one-element tensor.
 
     Returns:
@@ -142,7 +141,7 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         tensor([1.2000, 1.6000, 0.0000, 0.0000])
 
     Args:
-        x: tensors as for :func:`clip_by_norm`; all elements of a sparse one count.
+        x: tensors as for :func:`clip_by_norm`.
         max_rms: the largest root mean square, 0 or more: a number or a one-element tensor.
 
     Returns:
@@ -173,7 +172,7 @@ def _clip_each(
     if power:
         # A power of 0.5 is not always rounded as the root.
         root = math.sqrt if power == 0.5 else float
-        limits = [_times(limit, root(tensor.numel())) for tensor in tree.tensors]
+        limits = [_times(limit, root(tensor.numel())) for tensor in values]
     clipped: list[Tensor] = []
     if values and order == 2 and derivatives.are_recorded(values, limits):
         clipped, _ = derivatives.clip(values, limits, name, each=True)
@@ -193,7 +192,7 @@ def _times(limit: float | Tensor, factor: float) -> float | Tensor:
 
 
 def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
-    """Dimensions of the tensor that has the elements of `x`."""
+    """Dimensions of `x`, from 0 on."""
     several = isinstance(dim, Iterable) and not isinstance(dim, str | Tensor)
     given: tuple[Any, ...] = tuple(dim) if several else (dim,)  # type: ignore[arg-type]
     if not all(isinstance(d, Integral) and not isinstance(d, bool) for d in given):
@@ -207,12 +206,4 @@ def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
             f"dim must name dimensions of each tensor, each at most once; got {dim} for a tensor "
             f"of shape {tuple(x.shape)}"
         )
-    if x.layout == torch.strided:
-        return dims
-    if min(dims) < x.sparse_dim():
-        raise ValueError(
-            f"dim must name dense dimensions of a sparse tensor, from {x.sparse_dim()} on, got "
-            f"{dim}; expected others, or a tensor made dense with to_dense()"
-        )
-    # Values have one dimension in place of the sparse ones.
-    return tuple(d - x.sparse_dim() + 1 for d in dims)
+    return dims

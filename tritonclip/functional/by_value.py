@@ -39,7 +39,7 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
 
     Args:
         x: a tensor, or a nested structure of tensors and None, as for :func:`clip_by_norm`.
-            Floating-point or integer, strided or sparse COO; any dtypes and devices.
+            Floating-point or integer, strided; any dtypes and devices, but no float8.
         *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
             because :class:`~tritonclip.ClipByValue` takes a single number for both sides.
         min: the least value: a number, a tensor that broadcasts to each tensor of `x`, or None for
@@ -52,8 +52,8 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     Raises:
         TypeError: a leaf that is no plain real tensor, a bound that is no real number or tensor, a
             single bound without its name.
-        ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast;
-            bounds of sparse tensors that exclude 0 or are tensors; a fraction for integers.
+        ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast; a
+            fraction for integers.
 
     Notes:
         Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where
@@ -84,20 +84,10 @@ def _clamped_leaves(
     """The tensors of a tree within bounds, by operators."""
     values = tree.check()
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        if tree.is_sparse:
-            raise ValueError(
-                "bounds of sparse tensors, whose implicit zeros stay, must be numbers; expected "
-                "numbers, or tensors made dense with to_dense()"
-            )
         return [clamped(value, low, high) for value in values]
     least, most = -math.inf if low is None else low, math.inf if high is None else high
     if least > most:
         raise ValueError(f"min must not exceed max, got min={least} and max={most}")
-    if tree.is_sparse and not least <= 0 <= most:
-        raise ValueError(
-            f"bounds from {least} to {most} would change the implicit zeros of sparse tensors; "
-            "expected bounds that include 0, or tensors made dense with to_dense()"
-        )
     # The derivative of torch.clamp is another one for elements on a bound alone, and for NaN.
     if is_readable(values) and not (
         needs_grad(values) and c_loops.have_at_bounds(values, low, high)
@@ -127,14 +117,7 @@ def _clamped_by_numbers(x: Tensor, least: float | None, most: float | None) -> T
     """In one pass, by an operator whose derivative on a bound is 1."""
     if least is None and most is None:
         return x.clone()
-    wide = _comparable(x)
-    y = torch.clamp(wide, least, most)
-    return y if wide is x else y.to(x.dtype)
-
-
-def _comparable(x: Tensor) -> Tensor:
-    """A tensor that torch compares, which it does not float8."""
-    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+    return torch.clamp(x, least, most)
 
 
 def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
@@ -156,8 +139,6 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
 
 def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
     """As `torch.clamp`, but on a bound with the mean of the derivatives of both sides."""
-    if (wide := _comparable(x)) is not x:
-        return clamped(wide, _rounded(low, x), _rounded(high, x)).to(x.dtype)
     least, most = _as_tensor("min", low, x), _as_tensor("max", high, x)
     if least is None:
         return x.clone() if most is None else torch.minimum(x, most)
@@ -166,17 +147,6 @@ def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) 
         return y
     # Between equal bounds nothing moves; NaN stays.
     return torch.where((least == most) & (x == x), most, torch.minimum(y, most))
-
-
-def _rounded(bound: float | Tensor | None, x: Tensor) -> Tensor | None:
-    """A bound as float32 that the float8 dtype of `x` holds: elements are on it or beside it."""
-    if not isinstance(bound, Tensor):
-        number = _within(bound, x.dtype)
-        return None if number is None else filled(number, x.dtype, x.device).float()
-    wide = bound.to(x.device, torch.float32)
-    rounded = wide.to(x.dtype).float()
-    # float8 may have NaN where other dtypes have inf.
-    return torch.where(rounded.isnan(), wide, rounded)
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
+from tritonclip.engine.plan import FLOAT8
 from tritonclip.functional.formulas import coefficient_of
 from tritonclip.functional.norms import is_readable
 from tritonclip.functional.products import Coefficient
@@ -22,14 +23,11 @@ def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) ->
         return as_limit(name, value)
     # As `clip_grad_norm_` returns the norm of DTensors.
     value = local_number(name, value)
-    if not value.is_floating_point():
+    if not value.is_floating_point() or value.dtype in FLOAT8:
         raise TypeError(
             f"{name} must be a number or a floating-point tensor, got {value.dtype}: convert it "
             "with float()"
         )
-    if value.dtype.itemsize == 1:
-        # torch does not compare float8.
-        value = value.float()
     if value.device.type != "cpu" or not is_readable([]):
         return value
     if not bool(((value >= 0) | (value.isnan() & may_be_nan)).all()):

@@ -35,9 +35,9 @@ def is_readable(tensors: Sequence[Tensor]) -> bool:
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and forward_ad._current_level < 0:
         return True
-    for device, dtype in {(x.device, x.dtype) for x in tensors}:
+    for device in {x.device for x in tensors}:
         # For its warning, or its error.
-        choose.backend_name(device, dtype)
+        choose.backend_name(device)
     return False
 
 

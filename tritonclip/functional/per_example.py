@@ -17,7 +17,6 @@ from tritonclip.backends import choose
 from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.checks import check_policy
-from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
 from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.coefficients import (
@@ -53,7 +52,6 @@ def clip_per_example(
     normalize: bool = ...,
     reduce: Reduction = ...,
     nonfinite: Nonfinite = ...,
-    add_to: T | None = ...,
 ) -> tuple[T, Tensor]: ...
 @overload
 def clip_per_example(
@@ -64,7 +62,6 @@ def clip_per_example(
     normalize: bool = ...,
     reduce: Reduction = ...,
     nonfinite: Nonfinite = ...,
-    add_to: T | None = ...,
 ) -> tuple[T, T]: ...
 @overload
 def clip_per_example(
@@ -75,7 +72,6 @@ def clip_per_example(
     normalize: bool = ...,
     reduce: Reduction = ...,
     nonfinite: Nonfinite = ...,
-    add_to: T | None = ...,
 ) -> tuple[T, Any]: ...
 def clip_per_example(
     gradients: T,
@@ -85,7 +81,6 @@ def clip_per_example(
     normalize: bool = False,
     reduce: Reduction = "sum",
     nonfinite: Nonfinite = "propagate",
-    add_to: T | None = None,
 ) -> tuple[T, Any]:
     """Clips the gradient of each example by its norm, and adds up the clipped gradients.
 
@@ -126,21 +121,17 @@ def clip_per_example(
             - "error": RuntimeError that names the examples. The host waits for the device.
             - "zero": such an example counts as 0, also in the mean, which divides by B; with
               `per_layer`, in the tensors where its norm is not finite.
-        add_to: the same structure of tensors `[...]`, to which the result is added in place, for
-            micro-batches. Any floating-point dtype: float32 for gradients of half precision.
 
     Returns:
-        The same structure of tensors `[...]`, in the dtypes of the gradients; or `add_to`. And the
+        The same structure of tensors `[...]`, in the dtypes of the gradients. And the
         norms before clipping, `[B]`: float64 if any tensor is float64, else float32, on the first
         tensor's device; with `per_layer` the same structure of them, each on its tensor's device.
 
     Raises:
         TypeError: a leaf that is no plain strided floating-point or complex tensor.
         ValueError: tensors without a common first dimension; a limit that is negative, NaN or, with
-            `normalize`, infinite; the mean of no example; an unknown policy or reduction; `add_to`
-            of another structure, shape or device, or that overlaps with itself or the gradients.
-        RuntimeError: norms that are not finite, with nonfinite="error"; `add_to` where the call is
-            recorded by autograd.
+            `normalize`, infinite; the mean of no example; an unknown policy or reduction.
+        RuntimeError: norms that are not finite, with nonfinite="error".
 
     Notes:
         The function adds no noise and counts no privacy budget. The sum changes by at most
@@ -162,12 +153,11 @@ def clip_per_example(
     """
     tree = Tree(gradients, "gradients")
     tensors = tree.check()
-    n = _count_examples(tree)
+    n = _count_examples(tree, tensors)
     limit = _limit_of(max_norm, normalize=normalize)
     _check_options(reduce, nonfinite, n)
     read = is_readable(tensors)
     fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
-    totals = [] if add_to is None else _totals_of(add_to, tree, fast=fast)
 
     dtype = result_dtype(tensors)
     batches = [_Batch(x, n, fast=fast) for x in tensors]
@@ -193,11 +183,8 @@ def clip_per_example(
     sums = [batch.weighted_sum(weight) for batch, weight in zip(batches, every, strict=True)]
     measured = [x.to(dtype) for x in norms]
     norms_of_all = tree.rebuild(measured) if per_layer else measured[0]
-    if add_to is None:
-        rounded = [y.to(x.dtype) for y, x in zip(sums, tensors, strict=True)]
-        return tree.rebuild(rounded), norms_of_all
-    torch._foreach_add_(totals, sums)
-    return add_to, norms_of_all
+    rounded = [y.to(x.dtype) for y, x in zip(sums, tensors, strict=True)]
+    return tree.rebuild(rounded), norms_of_all
 
 
 class _Batch:
@@ -328,20 +315,15 @@ def _weights_of(
     return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
 
 
-def _count_examples(tree: Tree) -> int:
-    """B; ValueError where tensors have none or not the same, TypeError for sparse ones."""
-    if not tree.tensors:
+def _count_examples(tree: Tree, tensors: Sequence[Tensor]) -> int:
+    """B; ValueError where tensors have none or not the same."""
+    if not tensors:
         raise ValueError(
             "gradients has no tensor; expected tensors of shape [B, ...], one for each parameter"
         )
-    if tree.is_sparse:
-        raise TypeError(
-            "gradients must be strided, and some are sparse; expected dense ones: convert them "
-            "with to_dense()"
-        )
-    first = tree.tensors[0]
+    first = tensors[0]
     n = first.shape[0] if first.dim() else -1
-    for i, x in enumerate(tree.tensors):
+    for i, x in enumerate(tensors):
         if x.dim() == 0 or x.shape[0] != n:
             where = tree.tensor_labels()
             seen = f"{where[i]} of shape {tuple(x.shape)}"
@@ -395,57 +377,3 @@ def _refuse_nonfinite(finite: list[Tensor], tree: Tree, read: bool) -> None:
         f"The norms of examples {join_names(names)} of {len(finite[0])} are not finite. Nothing "
         "was changed. To go on, pass nonfinite='zero' to leave these examples out, or 'propagate'"
     )
-
-
-def _totals_of(add_to: Any, tree: Tree, *, fast: bool) -> list[Tensor]:
-    """The tensors to add to, in the order of the gradients."""
-    if not fast:
-        raise RuntimeError(
-            "add_to is written in place, and this call is recorded by autograd, traced, or inside "
-            "torch.func; expected a call without add_to there, or gradients that are detached"
-        )
-    others = Tree(add_to, "add_to")
-    others.check()
-    by_path = dict(zip(others.tensor_paths(), others.tensors, strict=True))
-    paths = tree.tensor_paths()
-    if len(by_path) != len(paths) or others.is_sparse or any(p not in by_path for p in paths):
-        raise ValueError(
-            "add_to must have the structure of gradients, with strided tensors of shape [...] in "
-            f"place of [B, ...]; got tensors at {join_names(list(by_path))}, expected them at "
-            f"{join_names(paths)}"
-        )
-    totals = [by_path[path] for path in paths]
-    for path, total, x in zip(paths, totals, tree.tensors, strict=True):
-        fault = _fault_of_total(total, x)
-        if fault:
-            raise ValueError(f"add_to{path} {fault}")
-    taken = {x.untyped_storage().data_ptr() for x in tree.tensors if x.numel()}
-    if find_overlap(list(map(memory_of, totals))) is not None or any(
-        x.untyped_storage().data_ptr() in taken for x in totals if x.numel()
-    ):
-        raise ValueError(
-            "tensors of add_to share memory with each other or with gradients; expected memory of "
-            "their own: replace them by clone()"
-        )
-    return totals
-
-
-def _fault_of_total(total: Tensor, x: Tensor) -> str:
-    """Why a sum over `x` cannot be added to a tensor, where PyTorch may say so after a write."""
-    if total.shape != x.shape[1:] or total.device != x.device:
-        return (
-            f"has shape {tuple(total.shape)} on {total.device}; expected {tuple(x.shape[1:])} on "
-            f"{x.device}, the shape and device of a gradient without its examples"
-        )
-    if total.is_complex() != x.is_complex() or total.dtype.itemsize == 1:
-        return (
-            f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex, "
-            "and none of float8"
-        )
-    if total.requires_grad:
-        return "requires a gradient, so it cannot be written in place; expected a plain buffer"
-    if total.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made in inference mode; expected a tensor made outside of it"
-    if has_overlap(total):
-        return "has elements that share memory; expected memory for each: replace it by clone()"
-    return ""

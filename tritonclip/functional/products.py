@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.interface import arithmetic_of
-from tritonclip.backends.operators import ARITHMETIC, wide_dtype
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine import execute
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.norms import is_readable, list_of, needs_grad
@@ -56,7 +56,8 @@ def _scaled_pairs(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]
 
 def _scaled_one(x: Tensor, coefficient: Coefficient) -> Tensor:
     if not isinstance(coefficient, Tensor):
-        return _times(x, coefficient)
+        # torch multiplies half types by a number in float32.
+        return x * coefficient
     if not is_readable([x]):
         return formulas.product_of(x, coefficient)
     if needs_grad([x, coefficient]):
@@ -91,18 +92,11 @@ def _product(x: Tensor, coefficient: Tensor) -> Tensor:
     """As `formulas.product_of`, in the narrowest dtype that gives its bits."""
     narrow = arithmetic_of(x.dtype)
     factor = coefficient.to(x.device, narrow)
-    if x.dtype in ARITHMETIC and x.dim():
+    if x.dim():
         # A 0-d factor would be rounded to a half type first.
         factor = factor.reshape(factor.shape or (1,))
         return torch.mul(x, factor, out=torch.empty_like(x))
     return (x.to(narrow) * factor).to(x.dtype)
-
-
-def _times(x: Tensor, number: float) -> Tensor:
-    """As `_product`: torch multiplies half types by a number in float32."""
-    if x.dtype in ARITHMETIC:
-        return x * number
-    return (x.to(torch.float32) * number).to(x.dtype)
 
 
 def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Tensor]:
@@ -116,7 +110,7 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
         factor = coefficient.to(device, arithmetic_of(dtype))
         if dtype == factor.dtype and not any(map(Tensor.is_neg, group)):
             made: Sequence[Tensor] = torch._foreach_mul(group, factor)
-        elif choose.backend_name(device, dtype) != "triton":
+        elif choose.backend_name(device) != "triton":
             made = [_product(x, factor) for x in group]
         else:
             # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
