@@ -114,7 +114,8 @@ def statistics_by_name(
 
     Notes:
         NaN counts as no zero, and makes norm and largest NaN. Magnitudes of complex gradients are
-        moduli.
+        moduli. Zeros of each DTensor take an all-reduce of their own, so that every process has to
+        have the same gradients.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -146,7 +147,7 @@ def _zeros_in(parameters: list[Tensor], norm: Tensor) -> Tensor:
         count = (grad != 0).sum()
         if isinstance(count, dtensor_class()):
             count = count.full_tensor()
-        n_nonzero += count.to(norm.device, non_blocking=True)
+        n_nonzero += count.to(norm.device)
     wide = n_nonzero.to(wide_dtype(norm.device))
     return (1 - wide / max(1, n)).to(norm.dtype)
 

@@ -7,7 +7,6 @@ figures.mplstyle; each kind of mark has a shape as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from tritonclip.advice.suggestion import Suggestion, percent
 from tritonclip.monitor.history import History
 
-ENDINGS = (".png", ".svg")
 NORM, MEDIAN, CANDIDATE, RECOMMENDED = "#9ab4c8", "#1f3b57", "0.45", "C1"
 CLIPPED, SKIPPED, NONFINITE = "C4", "C0", "black"
 # Points above which a line is drawn as pixels: a vector graphic would be slow.
@@ -37,21 +35,8 @@ def save(
     path: str | os.PathLike[str], history: History, suggestion: Suggestion | None = None
 ) -> None:
     """Draws a history into a .png or .svg file."""
-    write(path, lambda: draw(history, suggestion))
-
-
-def write(path: str | os.PathLike[str], drawn: Callable[[], Figure]) -> None:
-    """Writes a figure, drawn if the path is good, into a file."""
-    check_path(path)
-    metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
-    with style.context(STYLE):
-        drawn().savefig(path, metadata=metadata)
-
-
-def check_path(path: str | os.PathLike[str]) -> None:
-    """Raises the errors of `save` for a path."""
     path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
+    if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(
             f"{path}: expected a name that ends in .png or .svg, got {path.suffix or 'no ending'}; "
             f"write {path.with_suffix('.png')}"
@@ -60,6 +45,9 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(
             f"{path}: expected an existing folder, got {path.absolute().parent}; make it first"
         )
+    figure = draw(history, suggestion)
+    with style.context(STYLE):
+        figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
 @style.context(STYLE)
@@ -78,7 +66,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     _draw_marks(axes, history)
     # Limits far from every norm would leave little of the axis for these.
     low, high = float(norms.min()), float(norms.max())
-    drawn = [*history.limits[history.limits > 0].tolist()]
+    drawn = history.limits[history.limits > 0].tolist()
     if suggestion is not None:
         _draw_suggestion(axes, history, suggestion)
         drawn += [candidate.max_norm for candidate in suggestion.candidates]

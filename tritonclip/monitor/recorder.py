@@ -198,7 +198,7 @@ class Recorder:
             coefficient: the factor by which the gradients were multiplied.
             limit: the largest norm that the step allowed.
             skipped: whether the step was skipped.
-            loss: of the step's batch, which `suggest` reads and `plot` draws.
+            loss: of the step's batch, which `suggest` reads.
             norms: more norms by the name of a group or parameter, as :func:`norms_by_name` returns
                 them; the same names at every step.
 
