@@ -131,8 +131,8 @@ class Launches:
     """
 
     device: torch.device
-    arguments: tuple[torch.Tensor, ...] = ()
-    addresses: tuple[int, ...] = ()
+    arguments: tuple[torch.Tensor, ...]
+    addresses: tuple[int, ...]
     starts: dict[Hashable, Start] = field(default_factory=dict)
 
     def starts_again(self, key: Hashable, *arguments: Any) -> bool:

@@ -47,13 +47,14 @@ SLOW = [pytest.mark.exhaustive] * INTERPRETED
 GLOBAL = [
     pytest.param(ClipByQuantile(0.9, 50), histories.quantile, (0.9, 50), id="quantile"),
     pytest.param(
-        ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median", marks=SLOW
-    ),
-    pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore", marks=SLOW),
-    pytest.param(
         ClipByZScore(2.0, 0.9, 10, 1.0), histories.zscore, (2.0, 0.9, 10, 1.0), id="zscore-bounded"
     ),
 ]
+if not INTERPRETED:
+    GLOBAL += [
+        pytest.param(ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median"),
+        pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore"),
+    ]
 
 
 @pytest.mark.parametrize(("rule", "make", "numbers"), GLOBAL)
@@ -181,7 +182,7 @@ def test_a_loss_that_is_not_finite_is_not_remembered():
 
 @dataclasses.dataclass(frozen=True)
 class HalfOfLargest(AdaptiveRule):
-    """A rule in a file of its own, which is written in tensors only."""
+    """A rule of a user."""
 
     max_norm: float = math.inf
     norm_type: float = 2.0
@@ -202,25 +203,10 @@ class HalfOfLargestEach(HalfOfLargest):
 
 
 @pytest.mark.parametrize("rule", [HalfOfLargest(), HalfOfLargestEach()], ids=["all", "each"])
-def test_a_rule_of_tensors_serves_every_backend(device, rule):
+def test_a_rule_of_a_user_serves_every_backend(device, rule):
     state = ClipState()
     limits = [clip_one(size, rule, device, state=state) for size in (1.0, 8.0, 5.0)]
     assert limits == pytest.approx([0.5, 4.0, 4.0], rel=RELATIVE)
-
-
-@dataclasses.dataclass(frozen=True)
-class TenthOfQuantile(ClipByQuantile):
-    """A user's variant of a rule, which is written in tensors only."""
-
-    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        limit, after = ClipByQuantile.advance(self, state, norm)
-        return limit / 10, after
-
-
-def test_a_subclass_that_writes_advance_anew_is_asked_on_every_backend(device):
-    rule, state = TenthOfQuantile(0.5, 8), ClipState()
-    for _ in range(2):
-        assert clip_one(1.0, rule, device, state=state) == pytest.approx(0.1, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("rule", ADAPTIVE)

@@ -82,10 +82,6 @@ class Norms:
         total = partials if len(partials) == 1 else [combine_numbers(partials, self.norm_type)]
         return results_of(total, self.grad_scale, plan.dtype)[0]
 
-    @property
-    def device(self) -> torch.device:
-        return self.plan.device
-
     def norm_here(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""
         return self.here(self.norm()) if self.per_gradient else self.norm()
