@@ -123,7 +123,7 @@ def test_a_limit_that_nothing_would_ask_is_refused(parent, instead):
         ("eps", math.nan, ValueError, "eps must be 0 or more, got nan"),
         ("eps", None, TypeError, "eps must be a number, got None"),
         ("norm_type", "2", TypeError, "norm_type must be a number, got '2'"),
-        ("norm_type", -1.0, ValueError, "norm_type must be positive, 0, inf or -inf, got -1.0"),
+        ("norm_type", -1.0, ValueError, "norm_type must be from 1 to inf, got -1.0"),
     ],
 )
 def test_a_wrong_order_or_eps_raises_at_the_first_use(name, value, error, message):
