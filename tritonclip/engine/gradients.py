@@ -48,7 +48,6 @@ class Gradients:
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        parameters: one for each gradient that was collected, where these are no `sources`.
         sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
         error: that of a rejected list, which its processes raise together; None for others.
 
@@ -63,7 +62,6 @@ class Gradients:
     addresses: list[int] | None = None
     distinct: list[int] | None = None
     copies: Mapping[int, Tensor] = MappingProxyType({})
-    parameters: Sequence[Tensor] | None = None
     sharding: Any = None
     error: Exception | None = None
 
@@ -250,12 +248,9 @@ class Gradients:
 
     def owners(self) -> list[Tensor]:
         """The parameter of each gradient, in order."""
-        at: Sequence[int] | None = self.distinct
-        parameters = self.parameters
-        if parameters is None:
-            assert self.sources is not None
-            at, parameters = self.positions(), self.sources
-        return list(parameters) if at is None else [parameters[i] for i in at]
+        at, sources = self.positions(), self.sources
+        assert sources is not None
+        return list(sources) if at is None else [sources[i] for i in at]
 
     def finish_writing(self, *, wrote: bool = True) -> None:
         """Writes copies back."""
