@@ -6,7 +6,6 @@ They are counted in a new process, because they depend on what of torch is impor
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,31 +13,8 @@ import pytest
 import torch
 
 import tritonclip
-import tritonclip.kernels
+from helpers.entered import entered
 from helpers.workers import python
-
-FOLDERS = (*tritonclip.__path__, *tritonclip.kernels.__path__)
-# Part of the function around them, as in Python 3.12.
-INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-
-
-def entered(call: Callable[[], Any]) -> list[tuple[str, str]]:
-    """File and name of each function of the library that a call enters once it is warm."""
-    found = []
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if event == "call" and name not in INLINED and file.startswith(FOLDERS):
-            found.append((file, name))
-
-    for _ in range(3):
-        call()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def ten() -> list[torch.Tensor]:
@@ -51,16 +27,14 @@ def ten() -> list[torch.Tensor]:
 
 def counted() -> dict[str, list[tuple[str, str]]]:
     """What each call on ten tensors enters on the native backend."""
-    known, flat = ten(), ten()
+    known = ten()
     by_norm, by_value = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
-    buffers = tritonclip.FlatGradients(flat)
     optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD(ten(), lr=0.1), 1.0)
     calls: dict[str, Callable[[], Any]] = {
         "torch": lambda: [torch.nn.utils.get_total_norm(known) for _ in range(2)],
         "global norm": lambda: tritonclip.clip_(known, 1.0),
         "each norm": lambda: tritonclip.clip_(known, by_norm),
         "value": lambda: tritonclip.clip_(known, by_value),
-        "flat": lambda: tritonclip.clip_(buffers, 1.0),
         "step": lambda: optimizer.step(),
     }
     with tritonclip.use_backend("native"):
@@ -87,7 +61,6 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("global norm", 12, 8),
         ("each norm", 15, 9),
         ("value", 12, 8),
-        ("flat", 11, 6),
         ("step", 32, 14),
     ],
 )

@@ -11,6 +11,7 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from helpers.cases import (
 from helpers.processes import in_processes
 from helpers.refusing import check_raises, is_first
 from helpers.spread import assert_same_everywhere, values
+from helpers.workers import python
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -376,7 +378,7 @@ def test_call_asks_for_the_backend_of_its_block(monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@RULES
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByValue(0.1)], ids=str)
 def test_compiled_call_equals_eager(rule):
     results = []
     # A norm for each gradient breaks the graph.
@@ -408,6 +410,27 @@ def test_training_equals_one_without(rule):
         models.append([*model.parameters()])
     # The norm is added up in another order: one rounding of a float32 a step, and its growth.
     torch.testing.assert_close(*models, rtol=1e-5, atol=1e-7)
+
+
+# In a new process: what is entered depends on what of torch is imported.
+WARM = """
+import torch, tritonclip
+from helpers.entered import entered
+params = [torch.zeros(8, requires_grad=True) for _ in range(10)]
+flat = tritonclip.FlatGradients(params)
+flat.buffers[0].fill_(1e-3)
+with tritonclip.use_backend("native"):
+    found = entered(lambda: tritonclip.clip_(flat, 1.0))
+print(len(found), len({file for file, _ in found}))
+"""
+
+
+def test_warm_call_enters_few_functions():
+    done = python("-c", WARM, PYTHONPATH=str(Path(__file__).parents[1]))
+    assert done.returncode == 0, done.stderr
+    functions, modules = map(int, done.stdout.split())
+    assert 0 < functions <= 11
+    assert 0 < modules <= 6
 
 
 def _set_to_none(params: list[Tensor]) -> None:
