@@ -78,11 +78,6 @@ def test_verify_passes_every_norm_type(device, norm_type):
         tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, norm_type))
 
 
-def test_verify_counts_ones_and_no_zeros(device):
-    with tritonclip.verify():
-        assert tritonclip.get_total_norm([torch.tensor([0.0, 1.0, 1.0], device=device)], 0.0) == 2
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -317,17 +312,6 @@ def test_verify_accepts_a_subnormal_norm(device, value):
     with tritonclip.verify():
         tritonclip.clip_(parameters(grads), 1.0, grad_scale=3.0)
         tritonclip.get_total_norm(grads)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("p", [1e-300, 1e-3, 0.01, 0.1])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_verify_passes_small_orders(device, dtype, p):
-    """The norm is inf where it is over the largest number, and no error."""
-    grads = [normal(size, dtype, device) for size in (1, 40)]
-    with tritonclip.verify():
-        tritonclip.get_total_norm(grads, p)
-        tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, p))
 
 
 def test_a_limit_beyond_float32_clips_nothing(device):

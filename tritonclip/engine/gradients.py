@@ -148,7 +148,7 @@ class Gradients:
         return make_plan(tensors, addresses, self.label, verifying=verifying, whole=whole)
 
     def twin(self, copies: list[Tensor]) -> Gradients:
-        """The same list of dense copies, with a plan of its own, for `verify()`.
+        """The same list of dense copies, planned anew, for `verify()`.
 
         Results, limits and coefficients are rounded as those of this list.
         """

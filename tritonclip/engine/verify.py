@@ -131,11 +131,11 @@ class Reference:
     def _compare(self, expected: Sequence[Tensor], grad_scale: float) -> None:
         """Compares all gradients with what they should be, up to rounding.
 
-        With the norm's tolerance t, a coefficient is off by t, and by less than another t from its
-        own roundings. An element then has half a unit in the last place for its rounding, and where
-        the expected one is rounded, too, as much for that one. Where such numbers are subnormal,
-        they have these errors as parts of the least one: an element one unit of its dtype, and a
-        coefficient one of its own, before and after the loss scale is divided out.
+        If a norm may be off by the fraction t, a coefficient is off by t, and its roundings add
+        less than another t. An element is then rounded to its dtype, by half a unit in the last
+        place, and the expected one may be as well. Subnormal numbers have absolute errors instead:
+        one unit of the least number for an element, and one for a coefficient, before and after
+        the loss scale is divided out.
         """
         mismatches: list[str] = []
         for index, (right, before) in enumerate(zip(expected, self._before, strict=True)):
