@@ -90,11 +90,6 @@ def is_freed(tensor: Tensor, address: int) -> bool:
         return True
 
 
-def has_overlap(tensor: Tensor) -> bool:
-    """Whether elements of a strided tensor share memory as those of an expanded one do."""
-    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def find_overlap(regions: Sequence[Region | None]) -> tuple[int, int] | None:
     """The indices of two regions that are the same, or of which neither has gaps and they overlap.
 

@@ -16,14 +16,7 @@ from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.engine.arguments import PLAIN, LabelOf
-from tritonclip.engine.memory import (
-    OFFSETS,
-    OverlapError,
-    find_overlap,
-    has_overlap,
-    is_freed,
-    memory_of,
-)
+from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
 from tritonclip.modes import without_grad
 
@@ -292,7 +285,8 @@ def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
         if not grad.is_coalesced():
             return
         grad = grad._values()
-    if has_overlap(grad):
+    # As those of an expanded one do.
+    if any(n > 1 and not step for n, step in zip(grad.shape, grad.stride(), strict=True)):
         raise OverlapError(
             f"elements of the gradient of {label()} share memory (shape {tuple(grad.shape)}, "
             f"strides {grad.stride()}), so it cannot be scaled in place; expected a gradient "
