@@ -218,7 +218,7 @@ def test_clip_zeros(p: float) -> None:
 
 @pytest.mark.parametrize(
     ("p", "size"),
-    [(p, 10.0**e) for p in (1.0, 1.5, 20.0) for e in (300, 0, -307)]
+    [(p, 10.0**e) for p in (1.0, 20.0) for e in (300, 0, -307)]
     + [(2.0, 1e152), (2.0, 1.0), (2.0, 1e-140), (3.0, 1e101), (6.0, 1e-45)],
 )
 @in_processes(2)
