@@ -378,7 +378,7 @@ def test_call_asks_for_the_backend_of_its_block(monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByValue(0.1)], ids=str)
+@RULES
 def test_compiled_call_equals_eager(rule):
     results = []
     # A norm for each gradient breaks the graph.
