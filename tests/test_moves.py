@@ -89,7 +89,6 @@ KEEPING: dict[str, Any] = {
     "by-norm": lambda m: tritonclip.clip_(m.parameters(), ClipByNorm(1.0)),
     "no-gradient": found_nothing,
     "closure": recorded,
-    "clip_on_backward_": lambda m: tritonclip.clip_on_backward_(m, ClipByNorm(1.0)),
 }
 
 

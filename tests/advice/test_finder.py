@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tritonclip
-from helpers.searches import draw, find, loss, make, training
+from advice.searches import draw, find, loss, make, training
 from tritonclip import ClipByQuantile, ClipByValue
 from tritonclip.advice import finder
 from tritonclip.advice.finder import Candidate, choose

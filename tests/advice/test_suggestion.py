@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 import tritonclip
-from helpers.norm_series import norms_of
+from advice.norm_series import norms_of
 from tritonclip.monitor.history import History
 
 # As the docstring says.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.norm_series import norms_of
+from advice.norm_series import norms_of
 
 
 def test_norms_that_are_zero_or_not_finite_are_counted_and_left_out():

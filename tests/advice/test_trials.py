@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tritonclip
-from helpers.searches import draw, find, loss, make, training
+from advice.searches import draw, find, loss, make, training
 from tritonclip.advice import trials
 
 

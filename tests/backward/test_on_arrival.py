@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -178,6 +180,27 @@ def test_parameters_without_need_of_clipping_are_left_alone():
     loss_of(model).backward()
     assert_bits([model[0].bias.grad], [twin_after()[0].bias.grad])
     assert not any(p.grad.any() for p in model.parameters() if p is not model[0].bias)
+
+
+def test_marks_on_modules_are_refused():
+    model = model_of()
+    model[2].need_clip = False
+    with pytest.raises(ValueError, match=r"for p in module\.2\.parameters\(\): "):
+        clip_on_backward_(model, ClipByNorm(1.0))
+
+
+def test_model_moves_and_dies_with_its_hooks(monkeypatch):
+    """torch.utils.swap_tensors refuses tensors that have weak references."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = model_of()
+    loss_of(model).backward()
+    handle = clip_on_backward_(model, ClipByNorm(1.0))
+    model.double()
+    assert {grad.dtype for grad in grads_of(model)} == {torch.float64}
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, handle
+    gc.collect()
+    assert [parameter() for parameter in parameters] == [None] * 4
 
 
 def test_frozen_parameters_are_clipped_when_they_are_trained():

@@ -110,3 +110,8 @@ def test_the_page_has_a_command_that_runs(find):
     assert COMMAND is not None
     # As the page has it, but shorter.
     assert "recommended" in find(COMMAND[1], "--steps", "12", "--seeds", "1").out
+
+
+def test_find_without_a_target_ends_with_status_2(capsys):
+    assert cli.main(["find"]) == 2
+    assert "usage: python -m tritonclip find" in capsys.readouterr().err

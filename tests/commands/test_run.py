@@ -175,13 +175,12 @@ def test_calls_that_torch_serves_are_counted_with_the_reason(run, folder):
     assert "torch served 2 of these 2 calls, which tritonclip refuses:\n  2: clip_" in printed.err
 
 
-def test_record_writes_what_suggest_reads_into_a_new_file(run, folder):
+def test_record_writes_a_history_into_a_new_file(run, folder):
     printed = run("--record", "norms.csv", "train.py", 24)
     assert "\nnorms are in norms.csv: python -m tritonclip suggest norms.csv\n" in printed.err
     history = read(folder / "norms.csv")
     assert len(history) == 24
     assert set(history.limits.tolist()) == {0.1}
-    assert cli.main(["suggest", "norms.csv"]) == 0
     said = run("--record", "norms.csv", "train.py", 24, status=1).err
     assert "norms.csv exists; expected the name of a new file" in said
     assert len(read(folder / "norms.csv")) == 24
@@ -240,3 +239,20 @@ def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folde
     # Replicas that were clipped alike.
     assert first == second
     assert done.stderr.count("40 of clip_grad_norm_") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--compare"], ["--record", "a.csv"], ["-m"]],
+    ids=["none", "compare", "record", "-m"],
+)
+def test_run_without_a_script_asks_for_a_script_or_a_module(run, options):
+    first, *_, last = run(*options, status=2).err.splitlines()
+    assert first.startswith("usage: python -m tritonclip run ")
+    assert last.endswith("the following arguments are required: SCRIPT or -m MODULE")
+
+
+def test_an_unknown_option_before_the_script_ends_with_status_2(run):
+    first, *_, last = run("--bogus", "x.py", status=2).err.splitlines()
+    assert first.startswith("usage: python -m tritonclip run ")
+    assert last.endswith("unrecognized arguments: --bogus")

@@ -76,7 +76,6 @@ def marked(name: str) -> Any:
 CALLS: dict[str, Any] = {
     "clip_": lambda m: tritonclip.clip_(m, 1.0),
     "clip_grad_norm_": lambda m: tritonclip.clip_grad_norm_(m, 1.0),
-    "clip_on_backward_": lambda m: tritonclip.clip_on_backward_(m, ClipByNorm(1.0)),
 }
 
 

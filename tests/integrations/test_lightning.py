@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from helpers.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
+from integrations.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
 
 pytestmark = FITTING
 

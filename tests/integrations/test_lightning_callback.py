@@ -20,7 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from helpers.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
+from integrations.lightning_trainer import FITTING, assert_resumes, logged, quiet_trainer, stats_of
 from tritonclip.integrations.lightning import Clipping
 
 pytestmark = FITTING

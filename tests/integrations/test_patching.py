@@ -66,7 +66,7 @@ def by_fabric(folder: Path) -> torch.nn.Module:
 def by_lightning(folder: Path) -> torch.nn.Module:
     """Lightning's `gradient_clip_val`."""
     lightning = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
-    from helpers.lightning_trainer import quiet_trainer
+    from integrations.lightning_trainer import quiet_trainer
 
     class Digits(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def by_transformers(folder: Path) -> torch.nn.Module:
     """Hugging Face Trainer's `max_grad_norm`."""
     pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
     transformers = pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
-    from helpers.hugging_face import arguments_of, language_model, sequences
+    from integrations.hugging_face import arguments_of, language_model, sequences
 
     arguments = arguments_of(folder, max_grad_norm=MAX_NORM)
     trainer = transformers.Trainer(language_model(), arguments, train_dataset=sequences(6))

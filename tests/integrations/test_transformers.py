@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from helpers.hugging_face import arguments_of, language_model, sequences
+from integrations.hugging_face import arguments_of, language_model, sequences
 from tritonclip.integrations.transformers import ClippingMixin, ClippingTrainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

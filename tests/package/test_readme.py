@@ -91,7 +91,7 @@ def _trainer(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="needs tritonclip[integrations]", exc_type=ImportError
     )
-    from helpers.hugging_face import language_model, sequences
+    from integrations.hugging_face import language_model, sequences
 
     request.getfixturevalue("fresh_accelerate")
     names["transformers"] = transformers

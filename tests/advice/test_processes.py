@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from advice.searches import draw, find, loss, training
 from helpers.processes import in_processes
-from helpers.searches import draw, find, loss, training
 
 
 def find_on_all(wrap: Any, loss: Any = loss) -> Any:

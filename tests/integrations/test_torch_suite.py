@@ -3,7 +3,7 @@
 torch.testing does not ship them: each test here covers the behaviour of the test that it names, and
 looks at torch's functions by the names that a module imported before the patch. Left out is
 test_clip_grad_norm_multi_device, which needs two GPUs. Those of FSDP2 are in
-distributed/test_torch_suite.py.
+tests/distributed/test_torch_suite.py.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ FINITE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:torch's own function serves this call")
 @pytest.mark.parametrize(("grads", "p"), FINITE)
-def test_error_if_nonfinite_does_not_raise_for_finite_norms(grads, p):
+def test_error_if_nonfinite_does_not_raise_for_finite_norms(patch, grads, p):
     norm = clip_grad_norm_(parameters_of(grads), 1.0, norm_type=p, error_if_nonfinite=True)
     theirs = clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
     expected = theirs(parameters_of(grads), 1.0, norm_type=p)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    assert not patch.served_by_torch
