@@ -110,7 +110,6 @@ def test_patched_functions_are_tritonclips():
     [
         pytest.param({"max_norm": -1.0}, [-0.6, -0.8], id="negative limit"),
         pytest.param({"max_norm": True}, [0.6, 0.8], id="a truth value"),
-        pytest.param({"max_norm": 1.0, "norm_type": -1.0}, None, id="negative order"),
     ],
 )
 def test_torch_serves_what_tritonclip_refuses_and_says_so_once(given, expected):
@@ -122,8 +121,7 @@ def test_torch_serves_what_tritonclip_refuses_and_says_so_once(given, expected):
         # Without another warning, which would be an error here.
         torch.nn.utils.clip_grad_norm_(third, **given)
     assert torch.equal(grad_of(second[0]), grad_of(first[0]))
-    if expected is not None:
-        torch.testing.assert_close(grad_of(third[0]), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad_of(third[0]), torch.tensor(expected), rtol=1e-5, atol=0)
     assert patch.served_by_torch.total() == 2
     assert "torch served 2 calls: clip_grad_norm_: " in str(patch)
 

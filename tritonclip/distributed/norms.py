@@ -299,7 +299,11 @@ class NormReduction:
             if sums := self._measure_sums(self._terms, sent[size:]):
                 more = self._rows(sums, largest)
                 if domain.by_mesh_first:
-                    more = self._all_reduce(more, domain.mesh_groups, largest=largest)
+                    if not all(group.shard.is_everywhere(domain) for _, group in sums):
+                        more = self._all_reduce(more, domain.mesh_groups, largest=largest)
+                    elif not largest:
+                        # Each process has the same bits of these sums, and one weight of them.
+                        more = more * domain.inner
                 if largest:
                     rows = torch.maximum(rows, more)
                 else:

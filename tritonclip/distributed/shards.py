@@ -18,6 +18,7 @@ met before is recognised by the identity of its specs.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,11 @@ class LocalShard(NamedTuple):
     # Groups whose shards are terms of a sum, and the divisor that makes it a mean.
     sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
+
+    def is_everywhere(self, domain: Domain) -> bool:
+        """Whether a sum over all processes of the meshes makes it whole on each of them."""
+        n_summed = math.prod(group.size() for group in self.sums_over)
+        return n_summed == domain.inner and self.weight == 1 / domain.inner
 
 
 def shard_of_spec(
