@@ -65,7 +65,6 @@ myst_heading_anchors = 3
 autosummary_context = {
     "stable_members": {
         "AdaptiveRule": "start, advance",
-        "ClipBackward": "forward",
         "ClipState": "steps, state_dict, load_state_dict",
         "ClipStats": "steps, measured_steps, clipped_steps, skipped_steps, overflowed_steps, "
         "consecutive_skips, last_coefficient, last_limit, summary, state_dict, load_state_dict",

@@ -22,11 +22,11 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
-from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.functional.activations import clip_backward
 from tritonclip.hints import missing
 from tritonclip.messages import ClippingWarning
 from tritonclip.rules import (
@@ -66,7 +66,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveRule",
-    "ClipBackward",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByOwnHistory",

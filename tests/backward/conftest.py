@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tritonclip.backward.activations import plans
+from tritonclip.backward.on_arrival import plans
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.cases import assert_bits, copies, normal
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.cases import parameter as parameter_of
+from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import ClipByNorm, ClipByValue, clip_on_backward_
-from tritonclip.backward.activations import plans
+from tritonclip.backward.on_arrival import plans
 from tritonclip.engine import plan_cache
 
 RULES = [
@@ -297,3 +299,44 @@ def test_copies_of_a_model_are_not_clipped():
     copied = copy.deepcopy(model)
     loss_of(copied).backward()
     assert_bits(grads_of(copied), grads_of(twin_after()))
+
+
+@pytest.mark.covering(1)
+@NEEDS_DYNAMO
+@pytest.mark.plain_empty
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("traced", [False, True], ids=["eager-backward", "compiled-autograd"])
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_on_backward_under_compile(rule, traced):
+    model, x = torch.nn.Linear(5, 3), normal((4, 5))
+    model(x).square().sum().backward()
+    twins = [parameter_of(grad_of(p).clone()) for p in model.parameters()]
+    model.zero_grad()
+    clip_on_backward_(model, rule)
+    with torch._dynamo.config.patch(compiled_autograd=traced):
+        torch.compile(lambda x: model(x).square().sum().backward(), backend="aot_eager")(x)
+    for twin in twins:
+        tritonclip.clip_(twin, rule)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twins])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (1.0, "a norm of all gradients"),
+        (tritonclip.ClipByGlobalNorm(1.0), "before the next one is known"),
+        (ClipByNorm, r"write ClipByNorm\(\.\.\.\)"),
+        (None, "got None of type NoneType"),
+        (True, "got True of type bool"),
+    ],
+    ids=["number", "global", "class", "none", "bool"],
+)
+def test_rules_for_several_gradients_are_refused(rule, message):
+    with pytest.raises(TypeError, match=rf"clip_on_backward_ expects .*{message}"):
+        clip_on_backward_(model_of(), rule)
+
+
+def test_unknown_policies_are_refused():
+    with pytest.raises(ValueError, match="got 'skip'; only a ClippedOptimizer can skip"):
+        clip_on_backward_(model_of(), ClipByNorm(1.0), nonfinite="skip")

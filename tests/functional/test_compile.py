@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import tritonclip
 from helpers.graphs import COMPILING
-from tritonclip import ClipByNorm, ClipByValue, functional
+from tritonclip import functional
 
 pytestmark = COMPILING
 # A constant, the same as an input, and one more for a value that torch does not trace.
@@ -20,8 +19,6 @@ OUT_OF_PLACE: dict[str, Callable[[Any, float], Any]] = {
     "global norm": lambda x, limit: functional.clip_by_global_norm([x], limit)[0][0],
     "norm": lambda x, limit: functional.clip_by_norm(x, limit),
     "value": lambda x, limit: functional.clip_by_value(x, -2.0, limit),
-    "backward by norm": lambda x, limit: tritonclip.clip_backward(x, ClipByNorm(limit)),
-    "backward by value": lambda x, limit: tritonclip.clip_backward(x, ClipByValue(limit)),
 }
 VALUES = [1 + 0.1 * i for i in range(12)]
 

@@ -11,15 +11,19 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tritonclip.backward.activations import plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import FSDP_MARK, with_labels
 from tritonclip.engine.checks import check_policy
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
-from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.rules import ClipByNorm, ClipByValue, rule_for_one
+
+# The plans of gradients that are clipped one at a time. More than most models have kinds of
+# gradients, which come in turn; the memory of plans is bounded too.
+plans = PlanCache(capacity=256)
 
 
 class ClippingHandle:
@@ -89,7 +93,7 @@ def clip_on_backward_(
         A gradient is clipped each time that backward adds to it: with accumulation over
         micro-batches, the sum so far.
     """
-    rule = rule_for_one(rule, "clip_on_backward_")
+    rule = rule_for_one("clip_on_backward_", rule)
     check_policy(nonfinite)
     if isinstance(parameters, Module) and any(
         isinstance(module, DistributedDataParallel) for module in parameters.modules()

@@ -6,6 +6,7 @@ from tritonclip.rules.fixed import ClipByRMS as ClipByRMS
 from tritonclip.rules.fixed import ClipByValue as ClipByValue
 from tritonclip.rules.fixed import as_rule as as_rule
 from tritonclip.rules.fixed import known_rule as known_rule
+from tritonclip.rules.fixed import rule_for_one as rule_for_one
 from tritonclip.rules.fixed import rule_of as rule_of
 from tritonclip.rules.history import ClipByOwnHistory as ClipByOwnHistory
 from tritonclip.rules.outlier import LossOutlier as LossOutlier

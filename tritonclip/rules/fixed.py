@@ -325,3 +325,27 @@ def _remedy(value: object) -> str:
     if isinstance(value, str):
         return "; convert text by float()"
     return "; float('inf') measures and clips nothing" if value is None else ""
+
+
+def rule_for_one(name: str, rule: object) -> ClipByNorm | ClipByValue:
+    """The rule of a user of the function `name`; raises for one of several gradients or steps."""
+    # Not a subclass, whose limit would not be asked for.
+    if type(rule) is ClipByNorm or type(rule) is ClipByValue:
+        if not rule.fixed:
+            raise ValueError(
+                f"{name} sees no steps, but the limit of {rule} is a function of the step; "
+                "expected a number"
+            )
+        return rule
+    expected = f"{name} expects ClipByNorm(...) or ClipByValue(...)"
+    if isinstance(rule, ClipByGlobalNorm) or (
+        isinstance(rule, int | float) and not isinstance(rule, bool)
+    ):
+        raise TypeError(
+            f"{expected}, got {rule!r}, a norm of all gradients. Backward yields one gradient "
+            "at a time, before the next one is known; clip by one norm after backward, with clip_ "
+            "or a ClippedOptimizer"
+        )
+    if isinstance(rule, type):
+        raise TypeError(f"{expected}, got the class {rule.__name__}; write {rule.__name__}(...)")
+    raise TypeError(f"{expected}, got {rule!r:.80} of type {type(rule).__name__}")
