@@ -26,7 +26,6 @@ static double as_bound(PyObject *bound, double none) {
 }
 
 static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 4)) return NULL;
     double low = as_bound(arguments[2], -INFINITY), high = as_bound(arguments[3], INFINITY);
     /* Two that are None, cross or are NaN are an error of the caller. */
@@ -42,7 +41,6 @@ static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_
 }
 
 static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 3)) return NULL;
     double low = as_bound(arguments[1], -INFINITY), high = as_bound(arguments[2], INFINITY);
     if (!(low <= high)) return Py_NewRef(Py_None);
@@ -120,7 +118,6 @@ static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
 }
 
 static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 4)) return NULL;
     int is_given = arguments[3] != Py_None;
     double limit = as_limit(arguments[2]), norm = is_given ? as_limit(arguments[3]) : 0;
@@ -150,7 +147,6 @@ static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_
 }
 
 static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Verb verb;
     if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
     int has_list = PyList_CheckExact(arguments[2]);
@@ -187,7 +183,6 @@ static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_s
 }
 
 static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 3)) return NULL;
     Job job;
     Leaves leaves;
@@ -202,7 +197,6 @@ static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t
 }
 
 static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 2)) return NULL;
     Job job;
     Leaves leaves;
@@ -220,7 +214,6 @@ static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize
 }
 
 static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Verb verb;
     if (!has_arguments(n_arguments, 2) || !read_order(arguments[1], &verb)) return NULL;
     Job job;
@@ -238,7 +231,6 @@ static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_
 }
 
 static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 2)) return NULL;
     Job job;
     Leaves leaves, others;
@@ -253,7 +245,6 @@ static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n
 }
 
 static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 5)) return NULL;
     Job job;
     Leaves leaves, others;

@@ -31,7 +31,6 @@ static void free_kernel(PyObject *capsule) {
 }
 
 static PyObject *kernel(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 7)) return NULL;
     void *launch = read_address(arguments[0], 0), *function = launch ? read_address(arguments[1], 0) : NULL;
     unsigned sizes[3];
@@ -79,7 +78,6 @@ static int read_parameter(PyObject *argument, char kind, uint64_t *bits) {
 }
 
 static PyObject *launch(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Kernel *own = n_arguments ? PyCapsule_GetPointer(arguments[0], KERNEL) : NULL;
     if (!own || !has_arguments(n_arguments, 2 + own->n)) return NULL;
     void *stream = PyLong_AsVoidPtr(arguments[1]);

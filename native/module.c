@@ -168,7 +168,6 @@ static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments)
 }
 
 static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
     double norm = norm_of(&job, 0, job.n_parts);
@@ -188,7 +187,6 @@ static PyObject *parts_of_each(const Job *job) {
 }
 
 static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
     PyObject *result = parts_of_each(&job);
@@ -206,7 +204,6 @@ static double coefficient_of(double norm, double limit, double eps, int wide) {
 }
 
 static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 4)) return NULL;
     double eps, least = 1;
     int wide = read_doubles(arguments + 2, 1, &eps) ? PyObject_IsTrue(arguments[3]) : -1;
@@ -233,7 +230,6 @@ static int read_factors(Job *job, PyObject *numbers) {
 }
 
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
     read_factors(&job, arguments[4]);
@@ -242,7 +238,6 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
 
 /* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
 static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 11)) return NULL;
     double numbers[4] = {0};
     int wide = read_doubles(arguments + 4, 4, numbers) ? PyObject_IsTrue(arguments[8]) : -1;
@@ -269,7 +264,6 @@ static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n
 }
 
 static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments, NULL)) return NULL;
     double bounds[2];
@@ -286,7 +280,6 @@ static int append_index(PyObject *list, int64_t index) {
 }
 
 static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!has_arguments(n_arguments, 6)) return NULL;
     if (!read_job(&job, SUM_SQUARES, arguments, arguments[4])) return NULL;
@@ -322,7 +315,6 @@ static double unit_coefficient(double norm, double weights, double ratio, double
 }
 
 static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 7)) return NULL;
     double numbers[2], least = 1;
     int wide = read_doubles(arguments + 3, 2, numbers) ? PyObject_IsTrue(arguments[5]) : -1;
@@ -366,7 +358,6 @@ static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_s
 }
 
 static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     Job job;
     if (!has_arguments(n_arguments, 6) || !read_job(&job, MULTIPLY, arguments, arguments[4])) return NULL;
     const double *factors = (const double *)(const void *)PyBytes_AsString(arguments[5]);
@@ -391,7 +382,6 @@ static int compare_starts(const void *left, const void *right) {
 }
 
 static PyObject *are_apart(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     if (!has_arguments(n_arguments, 2)) return NULL;
     Py_ssize_t n = length_of(arguments[0]), kept = 0;
     if (n < 0 || length_of(arguments[1]) != n) {
@@ -415,7 +405,6 @@ static PyObject *are_apart(PyObject *module, PyObject *const *arguments, Py_ssiz
 }
 
 static PyObject *use_plain_loops(PyObject *module, PyObject *flag) {
-    (void)module;
     int is_portable = PyObject_IsTrue(flag);
     if (is_portable < 0) return NULL;
     loops_of = is_portable ? plain_loops : fastest_loops();
@@ -423,7 +412,6 @@ static PyObject *use_plain_loops(PyObject *module, PyObject *flag) {
 }
 
 static PyObject *register_torch(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
     PyObject **const registered[] = {
         &torch.tensor, &torch.parameter, &torch.codes, &torch.number, &torch.wide_number,
         &torch.is_recording, &torch.n_threads, &torch.hypot,
@@ -445,7 +433,6 @@ static PyObject *register_torch(PyObject *module, PyObject *const *arguments, Py
 }
 
 static PyObject *use_threads(PyObject *module, PyObject *address) {
-    (void)module;
     void *function = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
     memcpy(&parallel, &function, sizeof parallel);
