@@ -68,8 +68,8 @@ autosummary_context = {
         "ClipState": "steps, state_dict, load_state_dict",
         "ClipStats": "steps, measured_steps, clipped_steps, skipped_steps, overflowed_steps, "
         "consecutive_skips, last_coefficient, last_limit, summary, state_dict, load_state_dict",
-        "ClippedOptimizer": "step, zero_grad, synchronize, add_param_group, state_dict, "
-        "load_state_dict, clip, nonfinite, skip_above, loss, max_consecutive_skips, recorder",
+        "ClippedOptimizer": "step, zero_grad, add_param_group, state_dict, load_state_dict, clip, "
+        "nonfinite, skip_above, loss, max_consecutive_skips, recorder",
         "FlatGradients": "zero_, attach_, buffers",
         "GradScaler": "unscale_, step",
         "Recorder": "add_, flush, close, state_dict, load_state_dict, is_closed, writes, names",

@@ -23,7 +23,7 @@ from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, rule
 
 @rule
 class ClipByOwnHistory(AdaptiveRule):
-    """Clips each gradient by the moving average of its own earlier norms.
+    """Clips each gradient by the moving average of its own earlier norms (AdaGC).
 
     For each gradient g, with its average::
 

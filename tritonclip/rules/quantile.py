@@ -51,7 +51,7 @@ class _ByQuantile(AdaptiveRule):
 
 @rule
 class ClipByQuantile(_ByQuantile):
-    """Clips by global norm to a quantile of the last norms before clipping.
+    """Clips by global norm to a quantile of the last norms before clipping (AutoClip).
 
     With the norm of all gradients together::
 

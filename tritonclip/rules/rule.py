@@ -91,7 +91,7 @@ class _Checked:
 
 
 class Rule(_Checked):
-    """Base class of all rules. A rule of your own is a subclass that defines `limit`.
+    """Base class of rules: one of your own is a subclass that defines `limit`.
 
     It serves wherever a rule does: in :func:`clip_`, :class:`ClippedOptimizer` and the trainers, on
     every backend and over several processes. If its limit follows the norms of earlier calls,

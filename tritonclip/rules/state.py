@@ -18,7 +18,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ClipState:
-    """The state of one rule for one list of parameters, kept from call to call.
+    """Remembers norms and steps between calls of `clip_`, for one rule and list of parameters.
 
     Make one before the loop and pass it to :func:`clip_` at every call. Two kinds of rules need
     one: rules whose limit follows the norms of earlier calls, and rules whose limit is a function

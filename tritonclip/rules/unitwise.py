@@ -9,7 +9,7 @@ from tritonclip.rules.rule import Rule, checked, rule
 
 @rule
 class ClipByUnitNorm(Rule):
-    """Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
+    """Scales each unit of a gradient whose norm is large relative to that of its weights (AGC).
 
     Adaptive gradient clipping. For each unit, with weights w and gradient g::
 

@@ -26,7 +26,7 @@ _LEAST_DEVIATION = 1e-6
 
 @rule
 class ClipByZScore(AdaptiveRule):
-    """Clips by global norm where the norm before clipping is far above its moving average.
+    """Clips by global norm where the norm is far above its moving average (ZClip).
 
     With the norm of all gradients together::
 
