@@ -137,13 +137,6 @@ def test_clip_grads_with_norm_adds_eps(device, total, eps):
     assert_bits(grads, [reference.scaled(grad, by) for grad in before])
 
 
-@pytest.mark.parametrize("eps", [-1.0, torch.nan, torch.inf])
-def test_clip_grads_with_norm_refuses_an_eps_that_is_no_number_over_0(device, eps):
-    grad, total_norm = torch.ones(3, device=device), torch.tensor(9.0, device=device)
-    with untouched([grad]), pytest.raises(ValueError, match="eps"):
-        tritonclip.clip_grads_with_norm_([parameter(grad)], 1.0, total_norm, eps=eps)
-
-
 def test_total_norm_then_clip_is_clip_grad_norm(device):
     """The split of one call in two, as pipelines do it between ranks."""
     ours, again = two_lists(device)
@@ -169,14 +162,6 @@ def test_get_total_norm_takes_one_tensor_and_a_generator(device):
     grad = torch.tensor([3.0, 4.0], device=device)
     assert tritonclip.get_total_norm(grad).item() == 5.0
     assert tritonclip.get_total_norm(one for one in [grad]).item() == 5.0
-
-
-def test_get_total_norm_names_tensors_by_their_place(device):
-    given = [None, torch.ones(2, device=device), None, torch.ones(2, dtype=torch.int32)]
-    with pytest.raises(TypeError, match=r"tensors\[3\] has dtype"):
-        tritonclip.get_total_norm(given)
-    with pytest.raises(TypeError, match=r"tensors\[2\] must be a tensor, got float"):
-        tritonclip.get_total_norm([None, None, 1.0])  # type: ignore[list-item]
 
 
 def test_get_total_norm_measures_parameters_themselves(device):

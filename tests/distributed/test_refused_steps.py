@@ -6,7 +6,6 @@ import math
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from helpers.refusing import (
     as_on_accelerator,
     check_nobody_waits,
     check_raises,
+    in_first,
     is_first,
     named_parameters,
     overlap,
@@ -38,11 +38,11 @@ from helpers.spread import (
 )
 from tritonclip import ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 
-# Why the rule of the others does not hold for a plain parameter.
-LEFT = ("group", "need-clip", "rule")
+Named = dict[str, Any]
 
 
-def _optimizer(how: str, **options: Any) -> tuple[dict[str, Any], ClippedOptimizer]:
+def _optimizer(how: str, **options: Any) -> tuple[Named, ClippedOptimizer]:
+    """Steps of which a plain parameter does not follow the rule of the others, and why."""
     named = named_parameters()
     groups: list[Any] = [{"params": [named["sharded"], named["copied"]]}]
     plain = named["plain"]
@@ -54,62 +54,116 @@ def _optimizer(how: str, **options: Any) -> tuple[dict[str, Any], ClippedOptimiz
     return named, ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, **options)
 
 
-@pytest.mark.parametrize("policy", ["skip", "error"])
-@pytest.mark.parametrize("how", LEFT)
-@in_processes(2)
-def test_step_raises_everywhere(how: str, policy: Any) -> None:
-    named, optimizer = _optimizer(how, nonfinite=policy)
-    if is_first():
-        overlap(named["plain"])
-    tensors = [named["sharded"].grad, named["copied"].grad, *named.values()]
-    check_raises(optimizer.step, ValueError, "share memory", tensors)
-    named["plain"].grad = torch.ones(5)
-    optimizer.step()
-    assert_same_everywhere(optimizer.stats.last_norm)
+def _closure(named: Named, *, returns: bool) -> Callable[[], Any]:
+    """Gives gradients as an evaluation does; forgets the loss in one process."""
+
+    def evaluate() -> Any:
+        for one in named.values():
+            one.grad = one.grad.clone()
+        return torch.ones(()) if returns else None
+
+    return evaluate
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["argument", "by-hand"])
-@pytest.mark.parametrize("policy", ["propagate", "skip"])
-@pytest.mark.parametrize("how", LEFT)
+def _gradient(named: Named, optimizer: ClippedOptimizer) -> None:
+    overlap(named["plain"])
+
+
+def _scale_by_hand(named: Named, optimizer: ClippedOptimizer) -> None:
+    optimizer.grad_scale = 4.0
+
+
+def _first_rule(named: Named, optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups[0]["clip"] = "0.5"
+
+
+def _last_rule(named: Named, optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups[-1]["clip"] = "0.5"
+
+
+def _closed(named: Named, optimizer: ClippedOptimizer) -> None:
+    if optimizer.recorder is None:
+        optimizer.recorder = tritonclip.record(Path("run.csv"), write=False)
+    optimizer.recorder.close()
+
+
+def _nothing(named: Named, optimizer: ClippedOptimizer) -> None:
+    """What is wrong are the arguments of the step."""
+
+
+# What the first process does before the step, the step of all, and the error.
+STEPS: dict[str, tuple[Any, Callable[[Named, Any], object], type[Exception], str]] = {
+    "gradient": (_gradient, lambda n, o: o.step(), ValueError, "share memory"),
+    "scale": (
+        _nothing,
+        lambda n, o: o.step(grad_scale=in_first(0.0, 4.0)),
+        ValueError,
+        "grad_scale must be positive",
+    ),
+    "scale-by-hand": (
+        _scale_by_hand,
+        lambda n, o: o.step(),
+        RuntimeError,
+        "the attribute grad_scale is for",
+    ),
+    "first-rule": (_first_rule, lambda n, o: o.step(), TypeError, r"param_groups\[0\]\['clip'\]"),
+    "last-rule": (_last_rule, lambda n, o: o.step(), TypeError, "None clips nothing"),
+    "closure": (
+        _nothing,
+        lambda n, o: o.step(_closure(n, returns=not is_first())),
+        TypeError,
+        "return loss",
+    ),
+    "closed": (_closed, lambda n, o: o.step(), RuntimeError, "closed"),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("accelerator", [False, True], ids=["host", "accelerator"])
+@pytest.mark.parametrize("watched", ["alone", "above", "each"])
+@pytest.mark.parametrize("policy", ["propagate", "zero", "error", "skip"])
+@pytest.mark.parametrize("how", ["group", "need-clip", "rule"])
+@pytest.mark.parametrize("what", STEPS)
 @in_processes(2)
-def test_step_with_a_wrong_loss_scale_of_one_process_raises_everywhere(
-    how: str, policy: Any, by_hand: bool
+def test_step_that_one_process_refuses_raises_everywhere(
+    what: str, how: str, policy: Any, watched: str, accelerator: bool
 ) -> None:
-    named, optimizer = _optimizer(how, nonfinite=policy)
-    grads = [one.grad for one in named.values()]
-    if by_hand:
+    """On an accelerator, the others see NaN, and go by their policy."""
+    if what == "scale-by-hand" and accelerator:
+        # The others know of no scale, and measure less than the first one, which waits for them.
+        return
+    spoil, call, error, message = STEPS[what]
+    options: dict[str, Any] = {"nonfinite": policy}
+    if watched == "above" and policy != "zero":
+        options["skip_above"] = 1e6
+    with tempfile.TemporaryDirectory() as folder:
+        if watched == "each":
+            options["recorder"] = tritonclip.record(Path(folder, "run.csv"), each=True, write=False)
+        named, optimizer = _optimizer(how, **options)
+        grads = {name: one.grad for name, one in named.items()}
+        groups = [dict(group) for group in optimizer.param_groups]
         if is_first():
-            optimizer.grad_scale = 4.0
-        check_raises(optimizer.step, RuntimeError, "the attribute grad_scale is for", grads)
-    else:
-        step = partial(optimizer.step, grad_scale=0.0 if is_first() else 4.0)
-        check_raises(step, ValueError, "grad_scale must be positive", grads)
-    optimizer.step(grad_scale=4.0)
-    assert_same_everywhere(optimizer.stats.last_norm)
-
-
-@pytest.mark.parametrize("skip_above", [None, 1e6])
-@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
-@pytest.mark.parametrize("how", LEFT)
-@in_processes(2)
-def test_step_leaves_nobody_waiting_on_an_accelerator(
-    how: str, policy: Any, skip_above: Any
-) -> None:
-    """The others go by their policy for NaN; those with "error" ask for names."""
-    named, optimizer = _optimizer(how, nonfinite=policy, skip_above=skip_above)
-    if is_first():
-        overlap(named["plain"])
-    with as_on_accelerator():
-        if is_first() and (how == "rule" or policy != "propagate"):
-            with pytest.raises(ValueError, match="share memory"):
-                optimizer.step()
-        elif policy == "error":
-            with pytest.raises(RuntimeError, match=r"non-finite|refuses"):
-                optimizer.step()
+            spoil(named, optimizer)
+        step = partial(call, named, optimizer)
+        tensors = [*named.values(), *[one.grad for one in named.values()][:2]]
+        seen = policy in ("error", "skip") or how == "rule" or (how, watched) == ("group", "each")
+        if what == "gradient" and not seen:
+            # Nobody looks at what no rule clips and no policy or recorder asks for.
+            step()
+        elif accelerator:
+            check_nobody_waits(step, error, message, policy)
+            return
         else:
-            # Without a policy nobody looks at gradients that no rule clips.
-            optimizer.step()
-    dist.barrier()
+            check_raises(step, error, message, tensors)
+        for name, one in named.items():
+            one.grad = grads[name]
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        if what == "closed":
+            optimizer.recorder = None
+        optimizer.step()
+        assert_same_everywhere(optimizer.stats.last_norm)
 
 
 @in_processes(2)
@@ -139,52 +193,23 @@ def test_step_without_any_rule_says_that_another_process_refuses() -> None:
     dist.barrier()
 
 
-@in_processes(2)
-def test_step_by_several_units_raises_everywhere() -> None:
-    """Found when units are looked at, beside the norms of another rule."""
-    for accelerator in (False, True):
-        named = named_parameters()
-        groups: Any = [
-            {"params": [named["sharded"]]},
-            {"params": [named["copied"], named["plain"]], "clip": ClipByUnitNorm(0.01)},
-        ]
-        optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, nonfinite="error")
-        if is_first():
-            named["plain"].data = torch.zeros(4)
-        grads = [named["sharded"].grad, named["copied"].grad]
-        if not accelerator:
-            check_raises(optimizer.step, ValueError, "expected the same: clip before", grads)
-            continue
-        error = ValueError if is_first() else RuntimeError
-        with as_on_accelerator(), pytest.raises(error, match=r"has shape|non-finite"):
-            optimizer.step()
-        dist.barrier()
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
 @in_processes(2)
-def test_step_with_norms_by_name_leaves_nobody_waiting(accelerator: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = tritonclip.record(Path(folder, "run.csv"), each=True, write=False)
-        named, optimizer = _optimizer("group", recorder=recorder)
+def test_step_by_several_units_raises_everywhere(accelerator: bool) -> None:
+    """Found when units are looked at, beside the norms of another rule."""
+    named = named_parameters()
+    groups: Any = [
+        {"params": [named["sharded"]]},
+        {"params": [named["copied"], named["plain"]], "clip": ClipByUnitNorm(0.01)},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, nonfinite="error")
+    if is_first():
+        named["plain"].data = torch.zeros(4)
+    if accelerator:
+        check_nobody_waits(optimizer.step, ValueError, "has shape", "error")
+    else:
         grads = [named["sharded"].grad, named["copied"].grad]
-        if is_first():
-            overlap(named["plain"])
-        if accelerator:
-            check_nobody_waits(optimizer.step, ValueError, "share memory")
-        else:
-            check_raises(optimizer.step, ValueError, "share memory", grads)
-
-
-@in_processes(2)
-def test_step_with_a_closed_recorder_of_one_process_raises_everywhere() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = tritonclip.record(Path(folder, "run.csv"), write=False)
-        named, optimizer = _optimizer("rule", recorder=recorder)
-        if is_first():
-            recorder.close()
-        grads = [one.grad for one in named.values()]
-        check_raises(optimizer.step, RuntimeError, "closed", grads)
+        check_raises(optimizer.step, ValueError, "expected the same: clip before", grads)
 
 
 @in_processes(2)
@@ -221,67 +246,21 @@ def test_step_with_a_recorder_of_each_norm_raises_everywhere() -> None:
         check_raises(optimizer.step, ValueError, "share memory", grads)
 
 
-@pytest.mark.parametrize("index", [0, 1], ids=["had-none", "had-one"])
-@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
-@pytest.mark.parametrize("how", LEFT)
-@in_processes(2)
-def test_step_with_a_rule_that_is_none_in_one_process_raises_everywhere(
-    how: str, policy: Any, index: int
-) -> None:
-    """The others have the rules of the step before."""
-    named, optimizer = _optimizer(how, nonfinite=policy)
-    index = min(index, len(optimizer.param_groups) - 1)
-    before = dict(optimizer.param_groups[index])
-    if is_first():
-        optimizer.param_groups[index]["clip"] = "0.5"
-    grads = [one.grad for one in named.values()]
-    check_raises(optimizer.step, TypeError, rf"param_groups\[{index}\]\['clip'\]", grads)
-    optimizer.param_groups[index].clear()
-    optimizer.param_groups[index].update(before)
-    optimizer.step()
-    assert_same_everywhere(optimizer.stats.last_norm)
+def _lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, max_iter=3)
 
 
-@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
-@in_processes(2)
-def test_step_with_a_rule_that_is_none_leaves_nobody_waiting_on_an_accelerator(policy: Any) -> None:
-    _, optimizer = _optimizer("rule", nonfinite=policy)
-    if is_first():
-        optimizer.param_groups[1]["clip"] = "0.5"
-    check_nobody_waits(optimizer.step, TypeError, "None clips nothing", policy)
-
-
-INNERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "AdamW-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=3),
-}
-
-
-def _closure(named: dict[str, Any], *, returns: bool) -> Callable[[], Any]:
-    """Gives gradients as an evaluation does; forgets the loss in one process."""
-
-    def evaluate() -> Any:
-        for one in named.values():
-            one.grad = one.grad.clone()
-        return torch.ones(()) if returns else None
-
-    return evaluate
-
-
-@pytest.mark.parametrize(
-    ("inner", "policy"),
-    [
-        *product(("SGD", "AdamW-fused"), ("propagate", "zero", "error", "skip")),
-        *product(("LBFGS",), ("propagate", "zero")),
-    ],
-)
+@pytest.mark.parametrize("policy", ["propagate", "zero", "error", "skip"])
+@pytest.mark.parametrize("inner", ["AdamW", "LBFGS"])
 @in_processes(2)
 def test_closure_without_a_loss_in_one_process_raises_everywhere(inner: str, policy: Any) -> None:
+    if inner == "LBFGS" and policy in ("error", "skip"):
+        return
     named = named_parameters()
     # torch has no fused step of DTensors beside plain tensors.
     named.pop("plain")
-    optimizer = ClippedOptimizer(INNERS[inner](named.values()), 0.5, nonfinite=policy)
+    make = _lbfgs if inner == "LBFGS" else partial(torch.optim.AdamW, fused=True)
+    optimizer = ClippedOptimizer(make(named.values()), 0.5, nonfinite=policy)
     closure = _closure(named, returns=not is_first())
     check_raises(lambda: optimizer.step(closure), TypeError, "return loss", [*named.values()])
     optimizer.step(_closure(named, returns=True))
@@ -293,19 +272,10 @@ def test_closure_without_a_loss_in_one_process_raises_everywhere(inner: str, pol
 def test_lbfgs_without_a_loss_in_one_process_raises_everywhere(policy: Any) -> None:
     """Where a trainer's closure left the gradients as they were."""
     named = named_parameters()
-    optimizer = ClippedOptimizer(INNERS["LBFGS"](named.values()), 0.5, nonfinite=policy)
-    loss = None if is_first() else torch.ones(())
+    optimizer = ClippedOptimizer(_lbfgs(named.values()), 0.5, nonfinite=policy)
+    loss = in_first(None, torch.ones(()))
     grads = [one.grad for one in named.values()]
     check_raises(lambda: optimizer.step(lambda: loss), TypeError, "LBFGS needs a closure", grads)
-
-
-@pytest.mark.parametrize("policy", ["error", "skip"])
-@in_processes(2)
-def test_closure_without_a_loss_leaves_nobody_waiting_on_an_accelerator(policy: Any) -> None:
-    named = named_parameters()
-    optimizer = ClippedOptimizer(INNERS["SGD"](named.values()), 0.5, nonfinite=policy)
-    closure = _closure(named, returns=not is_first())
-    check_nobody_waits(lambda: optimizer.step(closure), TypeError, "return loss", policy)
 
 
 @in_processes(2)
@@ -314,7 +284,7 @@ def test_lbfgs_without_a_closure_in_one_process_sends_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     fully_shard(model, mesh=mesh_of(-1))
-    optimizer = ClippedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), 0.5)
+    optimizer = ClippedOptimizer(_lbfgs(model.parameters()), 0.5)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

@@ -21,7 +21,14 @@ from helpers.param_groups import (
     values_of,
 )
 from helpers.training import count_readings
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, verify
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    ClippedOptimizer,
+    use_backend,
+    verify,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -377,3 +384,13 @@ def test_statistics_follow_parameters_to_another_device():
     optimizer.param_groups[0]["params"][0] = parameter(torch.ones(3))
     optimizer.step()
     assert optimizer.stats.summary()["steps"] == 1
+
+
+def test_step_refuses_a_backend_before_any_group_is_written(backend):
+    if backend.name != "triton" or backend.device.type != "cpu":
+        pytest.skip("needs kernels that serve CPU tensors only")
+    grads = [[torch.tensor([3.0, 4.0])], [torch.zeros(2, device="meta")]]
+    optimizer = grouped(grads, [ABSENT, ClipByValue(0.5)])
+    with use_backend("triton"), pytest.raises(RuntimeError, match="not on meta"):
+        optimizer.step()
+    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]
