@@ -112,7 +112,7 @@ FILES = ExitStack()
 atexit.register(FILES.close)
 
 
-def recorder(**options: bool) -> tritonclip.Recorder:
+def recorder(**options: bool) -> Any:
     folder = FILES.enter_context(TemporaryDirectory())
     return FILES.enter_context(tritonclip.record(Path(folder, "run.csv"), **options))
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import doctest
-import importlib
 import re
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 
 import tritonclip
 from helpers.cases import parameter
-from tritonclip import ClipByQuantile, ClippedOptimizer, clip_, functional, hints
+from tritonclip import ClipByQuantile, ClippedOptimizer, clip_
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -68,26 +64,6 @@ def test_limit_and_rule_are_the_argument_max_norm(limit):
     assert twin.norm().item() == pytest.approx(1.0)
 
 
-def _public() -> list[Any]:
-    """Every public object, under its name."""
-    modules = [tritonclip, functional]
-    for name in ("lightning", "transformers"):
-        # The packages that they serve are optional.
-        with contextlib.suppress(ImportError):
-            modules.append(importlib.import_module(f"tritonclip.integrations.{name}"))
-    return [
-        pytest.param(getattr(module, name), id=name)
-        for module in modules
-        for name in module.__all__
-    ]
-
-
-@pytest.mark.parametrize("value", _public())
-def test_every_public_name_has_an_example(value):
-    examples = doctest.DocTestParser().get_examples(value.__doc__ or "")
-    assert any(one.want for one in examples)
-
-
 NAMES = {
     "clip": "clip_",
     "clip_grad_norm": "clip_grad_norm_",
@@ -116,23 +92,8 @@ def test_import_of_a_name_from_elsewhere_gets_pythons_error():
         exec("from tritonclip import clip")
 
 
-@pytest.mark.parametrize("name", ["clip", "adaptive_clip_grad"])
-def test_functional_knows_names_from_elsewhere(name):
-    with pytest.raises(AttributeError, match=rf"\.functional' .*'{name}'; here it is"):
-        getattr(functional, name)
-
-
-@pytest.mark.parametrize("module", [tritonclip, functional], ids=lambda module: module.__name__)
-def test_other_names_get_pythons_errors(module):
-    with pytest.raises(AttributeError, match=f"^module '{module.__name__}' has no attribute 'it'$"):
-        _ = module.it
+def test_other_names_get_pythons_errors():
+    with pytest.raises(AttributeError, match=r"^module 'tritonclip' has no attribute 'it'$"):
+        _ = tritonclip.it
     with pytest.raises(ImportError, match="cannot import name 'it'"):
-        exec(f"from {module.__name__} import it")
-
-
-def test_every_match_is_there():
-    for name, text in hints.NAMES.items():
-        path = re.split(r"[ ,(]", text)[0]
-        assert name not in tritonclip.__all__
-        # Their packages are optional.
-        assert path.startswith("integrations.") or attrgetter(path)(tritonclip)
+        exec("from tritonclip import it")

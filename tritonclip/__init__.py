@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from tritonclip.advice.finder import find_max_norm
     from tritonclip.advice.suggestion import suggest_max_norm
     from tritonclip.integrations.patching import patch_torch
-    from tritonclip.monitor.recorder import Recorder, record
-    from tritonclip.monitor.stats import ClipStats
+    from tritonclip.monitor.recorder import record
     from tritonclip.named_norms import norms_by_name, statistics_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
@@ -76,13 +75,11 @@ __all__ = [
     "ClipByValue",
     "ClipByZScore",
     "ClipState",
-    "ClipStats",
     "ClippedOptimizer",
     "ClippingWarning",
     "FlatGradients",
     "GradScaler",
     "Outlier",
-    "Recorder",
     "Rule",
     "VerificationError",
     "clip_",
@@ -107,10 +104,8 @@ __all__ = [
 # Imported on first use: excluding functions from torch.compile imports the compiler and Triton, as
 # every torch optimizer does when it is made.
 _LAZY = {
-    "ClipStats": "monitor.stats",
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
-    "Recorder": "monitor.recorder",
     "find_max_norm": "advice.finder",
     "norms_by_name": "named_norms",
     "patch_torch": "integrations.patching",

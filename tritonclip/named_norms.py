@@ -33,8 +33,8 @@ def norms_by_name(
 ) -> dict[str, Tensor]:
     """Measures the gradient of each parameter, or of each group, and changes nothing.
 
-    Call it *before* clipping, for the `norms` of :meth:`Recorder.add_`. It reads all gradients once
-    more, in one launch for each device and dtype on a GPU, and waits for nothing.
+    Call it *before* clipping, for the `norms` of `recorder.add_`. It reads all gradients once more,
+    in one launch for each device and dtype on a GPU, and waits for nothing.
 
     Example:
         >>> import torch, tritonclip

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from array import array
-from contextlib import suppress
 from ctypes import c_float
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -28,11 +24,10 @@ from helpers.native_lists import (
     listed,
     norm_of,
 )
-from helpers.workers import python
+from helpers.wrong_arguments import AT, check_wrong_arguments, packed
 from tritonclip.backends import native
 from tritonclip.backends.native import loops
 from tritonclip.engine import memory
-from tritonclip.functional import c_loops
 
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
@@ -254,42 +249,6 @@ def test_many_runs_are_sorted():
     assert not loops.are_apart(starts, [8] * 9_999 + [9 * 8])
 
 
-class Unsure:
-    def __bool__(self):
-        raise ValueError("neither")
-
-
-def packed(*numbers):
-    return array("q", numbers).tobytes()
-
-
-NUMBERS = torch.arange(64, dtype=torch.float64)
-AT, HUGE, NAN = NUMBERS.data_ptr(), 2**70, math.nan
-NO_SIZES = ("", None, b"", bytes(7), packed(-1), packed(2**62), packed(2, 2))
-NO_NUMBER = ("a", None, [1.0], 10**400)
-# By kind of argument, a right one and wrong ones.
-KINDS = {
-    "addresses": ([AT], ((AT,), None, 5, [], [None], [HUGE], [0], [AT, AT])),
-    "addresses or 0": ([AT], ((AT,), None, 5, [], [None], [HUGE], [AT, AT])),
-    "sizes": (packed(2), NO_SIZES),
-    "rows": (packed(2), NO_SIZES),
-    "counts": (packed(2), ("", None, *NO_SIZES[3:-1])),
-    "dtype": (3, (-1, 4, HUGE, "a", None, 3.0)),
-    "threads": (1, (0, -1, HUGE, "a", None, 1.0)),
-    "order": (2.0, (*NO_NUMBER, 3.0, NAN)),
-    "number": (1.0, NO_NUMBER),
-    "flag": (True, (Unsure(),)),
-    "numbers": ([1.0], ((1.0,), None, 5, ["a"], [None], [10**400])),
-    "factors": (1.0, ("a", None, 10**400, [], ["a"], [1.0, 1.0])),
-    "address": (AT, (0, HUGE, "a", None, 1.0)),
-    "bytes": (bytes(16), ("", None, b"", bytes(8), bytes(17))),
-    "call": (id, (None, "a", lambda _: 1 / 0)),
-    "any": (None, ()),
-    "leaves": ([NUMBERS], (5, "a", [5], (NUMBERS,), [[NUMBERS]])),
-    "like": (torch.empty_like, (5, None, lambda x: 5, lambda x: x[:2], lambda x: x.float())),
-    "bound": (1.0, ("a", NAN, True, [1.0])),
-    "limit": (1.0, ("a", -1, NAN, True, [1.0, 1.0])),
-}
 LIST = "addresses, sizes, dtype, threads"
 BY_UNIT = "addresses or 0, sizes, dtype, threads, rows"
 VERBS = {
@@ -304,52 +263,13 @@ VERBS = {
     "clamp_": f"{LIST}, number, number",
     "are_apart": "addresses or 0, addresses or 0",
     "use_plain_loops": "flag",
-    "clamped": "leaves, like, bound, any",
-    "has_at_bounds": "leaves, bound, any",
-    "clipped": "leaves, like, limit, any",
-    "clipped_each": "leaves, like, limit, order, number",
-    "scaled": "leaves, like, factors",
-    "measured": "leaves, like",
-    "measured_each": "leaves, order",
-    "dots": "leaves, leaves",
-    "combined": "leaves, leaves, like, factors, factors",
 }
-# Operators serve what these functions cannot.
-LEFT = {"leaves", "like"}
-
-
-def call_wrongly():
-    """Prints calls with one wrong argument, and whether they were taken or changed memory."""
-    c_loops.introduce()
-    for verb, names in VERBS.items():
-        kinds = names.split(", ")
-        right = [KINDS[kind][0] for kind in kinds]
-        wrong = [(i, value) for i, kind in enumerate(kinds) for value in KINDS[kind][1]]
-        calls = [(i, value, [*right[:i], value, *right[i + 1 :]]) for i, value in wrong]
-        for i, value, call in (*calls, (len(kinds), "one more", [*right, None])):
-            print(end=f"\n{verb}, argument {i}: {str(value)[:20]!r}", flush=True)
-            NUMBERS.copy_(torch.arange(64) + 2)
-            with suppress(TypeError, ValueError, OverflowError, MemoryError, ZeroDivisionError):
-                found = getattr(loops, verb)(*call)
-                if found is not None or not LEFT.intersection(kinds):
-                    print(end=" was taken")
-            if not torch.equal(NUMBERS, torch.arange(64) + 2.0):
-                print(end=" changed memory")
 
 
 # In a process of its own, which has one form.
 @pytest.mark.covering(0)
 def test_wrong_arguments_raise_and_change_nothing():
-    """In another process, which a fault may end: its last line then says of what."""
-    folder = Path(__file__).parent
-    done = python(
-        *("-X", "faulthandler", "-c", "import test_native; test_native.call_wrongly()"),
-        PYTHONPATH=f"{folder}{os.pathsep}{folder.parent}",
-    )
-    _, *lines = done.stdout.split("\n")
-    assert done.returncode == 0, (lines[-1], done.stderr)
-    assert not [line for line in lines if line.endswith(("was taken", "changed memory"))]
-    assert {line.split(",")[0] for line in lines} == {*VERBS}
+    check_wrong_arguments(VERBS)
 
 
 def test_factors_and_spans_have_to_be_as_many():

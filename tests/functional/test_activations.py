@@ -286,3 +286,11 @@ def test_writing_over_the_result_is_refused():
     x = normal(3).requires_grad_()
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         clip_backward(x * 2, ClipByNorm(1.0)).relu_()
+
+
+def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
+    class Half(ClipByNorm):
+        pass
+
+    with pytest.raises(TypeError, match=r"expects ClipByNorm.* of type Half"):
+        clip_backward(torch.ones(2), Half(1.0))

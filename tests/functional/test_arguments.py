@@ -39,6 +39,11 @@ def test_nan_as_a_limit_is_refused_and_as_a_known_norm_is_a_measurement():
     assert bool(clipped.isnan().all())
 
 
+def test_float8_is_refused():
+    with pytest.raises(TypeError, match="clip in float32 or bfloat16"):
+        functional.clip_by_norm(X.to(F8), 1.0)
+
+
 @pytest.mark.parametrize(
     "limit", [True, "1", None, 1j, torch.tensor(1), torch.tensor([1j]), torch.tensor(1.0).to(F8)]
 )
@@ -134,3 +139,18 @@ def test_a_call_that_raises_has_changed_nothing():
 
 def test_dir_shows_the_functions_only():
     assert dir(functional) == sorted(functional.__all__)
+
+
+@pytest.mark.parametrize("name", ["clip", "adaptive_clip_grad"])
+def test_functional_knows_names_from_elsewhere(name):
+    with pytest.raises(AttributeError, match=rf"\.functional' .*'{name}'; here it is"):
+        getattr(functional, name)
+
+
+def test_other_names_get_pythons_errors():
+    missing = "^module 'tritonclip.functional' has no attribute 'it'$"
+    module: Any = functional
+    with pytest.raises(AttributeError, match=missing):
+        _ = module.it
+    with pytest.raises(ImportError, match="cannot import name 'it'"):
+        exec("from tritonclip.functional import it")

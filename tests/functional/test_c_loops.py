@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonclip
 from helpers.cases import FLOATS, assert_bits, normal, parameters, unchanged
 from helpers.native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
+from helpers.wrong_arguments import check_wrong_arguments
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.backends.native import loops
 from tritonclip.functional import c_loops
@@ -499,3 +500,20 @@ def test_a_clip_records_one_function():
     for y in (functional.clip_by_norm(x, 0.5), functional.clip_by_global_norm(x, 0.5)[0]):
         node: Any = y.grad_fn
         assert [parent.variable is x for parent, _ in node.next_functions if parent] == [True]
+
+
+VERBS = {
+    "clamped": "leaves, like, bound, any",
+    "has_at_bounds": "leaves, bound, any",
+    "clipped": "leaves, like, limit, any",
+    "clipped_each": "leaves, like, limit, order, number",
+    "scaled": "leaves, like, factors",
+    "measured": "leaves, like",
+    "measured_each": "leaves, order",
+    "dots": "leaves, leaves",
+    "combined": "leaves, leaves, like, factors, factors",
+}
+
+
+def test_wrong_arguments_raise_and_change_nothing():
+    check_wrong_arguments(VERBS, "from tritonclip.functional import c_loops; c_loops.introduce()")

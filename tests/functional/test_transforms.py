@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import tritonclip
@@ -209,3 +210,28 @@ def test_backend_that_cannot_serve_raises(monkeypatch):
     monkeypatch.setattr(choose, "triton_fault", lambda: "it is away: bring it back")
     with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="it is away"):
         functional.clip_by_global_norm([normal(3)], 1.0)
+
+
+def grads_of(device, scale=1.0):
+    return [normal(n, device=device, seed=n) * scale for n in (7, 3)]
+
+
+@pytest.mark.plain_empty
+def test_traced_functions_out_of_place_are_right_for_other_tensors(device):
+    def step(grads):
+        clipped, norm = functional.clip_by_global_norm(grads, 1.0)
+        return [*clipped, norm, *functional.clip_by_value(grads, min=-0.3, max=0.2)]
+
+    graph = make_fx(step)(grads_of(device))
+    for scale in (1.0, 30.0, 1e-3):
+        others = grads_of(device, scale)
+        torch.testing.assert_close(graph(others), step(others))
+
+
+@pytest.mark.plain_empty
+def test_trace_before_dispatch_of_functions_out_of_place_holds_no_constant(device):
+    def step(grads):
+        return [*functional.clip_by_norm(grads, 0.5)]
+
+    graph = make_fx(step, pre_dispatch=True)(grads_of(device))
+    torch.testing.assert_close(graph(grads_of(device, 30.0)), step(grads_of(device, 30.0)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 import tritonclip
 from helpers import reference
@@ -21,6 +22,8 @@ from helpers.cases import (
     parameters,
     unchanged,
 )
+from helpers.processes import in_processes
+from helpers.spread import mesh_of, parameter
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.engine.plan_cache import plans
 
@@ -298,6 +301,14 @@ def test_known_norm_is_used_and_returned(device):
         torch.testing.assert_close(y, x / 10)
         assert norm.shape == ()
         assert float(norm) == 10.0
+
+
+@in_processes(2)
+def test_known_norm_may_be_that_of_distributed_tensors():
+    known = tritonclip.get_total_norm([parameter((8, 3), mesh_of(-1), [Shard(0)]).grad])
+    (clipped,), norm = functional.clip_by_global_norm([torch.ones(3)], 1.0, known)
+    assert_norm(norm, float(known))
+    torch.testing.assert_close(clipped, torch.ones(3) / float(known))
 
 
 def test_without_tensors_the_norm_is_zero():

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 import tritonclip
+from tritonclip.monitor.stats import ClipStats
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tritonclip.ClipStats]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[ClipStats]:
     """The statistics that were read on the host during the test, in order."""
     seen = []
-    summary = tritonclip.ClipStats.summary
+    summary = ClipStats.summary
 
-    def counting(stats: tritonclip.ClipStats) -> dict[str, float]:
+    def counting(stats: ClipStats) -> dict[str, float]:
         seen.append(stats)
         return summary(stats)
 
-    monkeypatch.setattr(tritonclip.ClipStats, "summary", counting)
+    monkeypatch.setattr(ClipStats, "summary", counting)
     return seen
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import tritonclip
 from tritonclip.monitor.history import read
+from tritonclip.monitor.recorder import Recorder
 
 
-def resumed(path: Path, steps: int) -> tritonclip.Recorder:
+def resumed(path: Path, steps: int) -> Recorder:
     """A recorder that goes on from a checkpoint."""
     recorder = tritonclip.record(path)
     recorder.load_state_dict({"steps": steps})

@@ -26,8 +26,8 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
     ClippingWarning,
-    ClipStats,
 )
+from tritonclip.monitor.stats import ClipStats
 
 COUNTS = {"steps", "clipped_steps", "skipped_steps", "overflowed_steps", "consecutive_skips"}
 KEYS = {"norm", "coefficient", "limit", "clipped_share", *COUNTS}

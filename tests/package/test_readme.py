@@ -286,30 +286,12 @@ def test_page_names_files_that_exist(page):
     assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
 
 
-def test_imports_point_down_the_list_of_folders():
-    """Also imports within functions, and for types alone."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    cells = re.findall(r"^\| (`.*?`) \|", page.partition("\n## Layout\n")[2], re.MULTILINE)
-    rows = [re.findall(r"`(?:tritonclip/)?([\w./]+?)(?:\.py|/)?`", cell) for cell in cells]
-    level = {name: row for row, names in enumerate(rows) for name in names}
-
-    for file in (ROOT / "tritonclip").rglob("*.py"):
-        name, *_ = file.relative_to(ROOT / "tritonclip").with_suffix("").parts
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                path = f"{source}{alias.name}".replace("backends._native", "native")
-                package, room, *_ = (*path.split("."), "")
-                if package == "tritonclip" and room in level:
-                    assert level[room] >= level[name], f"{file}:{node.lineno} imports {path}"
-
-
 def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "api.rst").read_text()
     listed = set(re.findall(r"^   ([\w.]+)$", text, flags=re.MULTILINE))
     names = {*tritonclip.__all__, *tritonclip.functional.__all__} - {"functional"}
+    # Of `optimizer.stats`, and of the result of `record`.
+    names |= {"monitor.stats.ClipStats", "monitor.recorder.Recorder"}
     # Not imported: the packages that they serve are optional.
     for file in (ROOT / "tritonclip" / "integrations").glob("*.py"):
         if match := re.search(r"^__all__ = (\[.*?\])", file.read_text(), re.MULTILINE | re.DOTALL):

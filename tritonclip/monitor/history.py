@@ -101,7 +101,7 @@ def check_path(path: Path) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads a history file, written by a :class:`Recorder` or another program.
+    """Reads a history file, written by a recorder or another program.
 
     Args:
         path: a .csv file with a column `norm`. The columns `step`, `coefficient`, `limit`,

@@ -115,7 +115,7 @@ class ClippedOptimizer(ScalerSide):
 
     Attributes:
         optimizer: the wrapped optimizer.
-        stats: norms, coefficients and counts; see :class:`ClipStats`.
+        stats: norms, coefficients and counts; see :class:`~tritonclip.monitor.stats.ClipStats`.
 
     Raises:
         TypeError: an argument that is not an optimizer, or not a rule.
@@ -182,7 +182,7 @@ class ClippedOptimizer(ScalerSide):
 
     @property
     def stats(self) -> ClipStats:
-        """Norms, coefficients and counts; see :class:`ClipStats`."""
+        """Norms, coefficients and counts; see :class:`~tritonclip.monitor.stats.ClipStats`."""
         return self._log.stats
 
     @stats.setter
