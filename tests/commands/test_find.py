@@ -89,6 +89,7 @@ def test_find_takes_limits_and_rules(find):
     [
         (["training"], "expected MODULE:NAME or FILE.py:NAME"),
         (["nothing.py:train"], "expected a file, got nothing.py; there is none in"),
+        (["nothing.here:train"], "there is no module nothing in"),
         (["training:rules"], "expected a generator function train(clip)"),
         (["training:train", "--limits", "1"], "two or more limits"),
     ],

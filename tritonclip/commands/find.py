@@ -92,8 +92,17 @@ def _object_of(target: str) -> Any:
         folder, module = file.parent, file.stem
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"there is no module {error.name} in {folder}, nor among those that are installed; "
+            f"expected one that can be imported, or a file: train.py:{name}"
+        ) from None
     # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
-    return operator.attrgetter(name)(importlib.import_module(module))
+    return operator.attrgetter(name)(found)
 
 
 def _show_progress(done: int, most: int) -> None:
