@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +13,19 @@ import torch
 from torch.optim import SGD, Optimizer
 
 import tritonclip
-from helpers.cases import parameter, parameters
+from helpers.cases import parameter, parameters, untouched
 from helpers.refusals import FOLLOWING, Fresh, Refused, each_refused
 from tritonclip import (
+    AdaptiveRule,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByQuantile,
     ClipByUnitNorm,
     ClipByValue,
     ClippedOptimizer,
     ClipState,
+    Rule,
 )
 
 # Whose types refuse much of what is given here.
@@ -429,3 +433,98 @@ OPTIMIZERS: list[Refused] = [
 @each_refused(OPTIMIZERS)
 def test_an_optimizer_or_a_step_is_refused_and_changes_nothing(call, error, message):
     Fresh().check(call, error, message)
+
+
+def made(kind: Any, *arguments: Any, **options: Any) -> Callable[[Fresh], object]:
+    return lambda f: kind(*arguments, **options)
+
+
+def by_norms(argument: str, values: Any) -> list[Any]:
+    kinds = (ClipByGlobalNorm, ClipByNorm)
+    return [made(kind, **{"max_norm": 1.0, argument: x}) for kind in kinds for x in values]
+
+
+def replaced(rule: Any) -> Callable[[Fresh], object]:
+    return lambda f: dataclasses.replace(rule, **{dataclasses.fields(rule)[0].name: NAN})
+
+
+def either_bound(bound: Any) -> list[Any]:
+    return [made(ClipByValue, bound), made(ClipByValue, -9.0, bound)]
+
+
+def own(parent: Any = Rule, **members: Any) -> Any:
+    """A class of rules of a user."""
+    return type("Own", (parent,), {"limit": lambda self, measured: measured.norm() / 2, **members})
+
+
+def of_own(name: str, value: Any) -> list[Any]:
+    """A call and a wrapper by a rule with a wrong order or eps."""
+    rule = own(**{name: value})()
+    return [clips(rule), wraps(inner_of, rule)]
+
+
+NUMBERS = (-1.0, -1e-30, NAN), (True, "big", None, [1.0], 1j)
+ON_A_CPU = r"on the CPU, got one on meta.*item\(\)"
+RULES: list[Refused] = [
+    *((ValueError, name, *by_norms(name, NUMBERS[0])) for name in ("max_norm", "norm_type", "eps")),
+    *((TypeError, name, *by_norms(name, NUMBERS[1])) for name in ("max_norm", "norm_type", "eps")),
+    (ValueError, r"max_norm.*-3\.5", *by_norms("max_norm", [-3.5])),
+    (ValueError, "min|max", *(made(ClipByValue, *x) for x in ((NAN,), (NAN, 1.0), (0.0, NAN)))),
+    (TypeError, "min|max", *(made(ClipByValue, x) for x in (True, "1", 1j))),
+    (TypeError, "min", made(ClipByValue, False, 1.0), made(ClipByValue, None, 1.0)),
+    (TypeError, "max", made(ClipByValue, 0.0, True), made(ClipByValue, 0.0, "1")),
+    (TypeError, "min|max", made(ClipByValue, [1.0], [2.0])),
+    (
+        ValueError,
+        r"2\.5.*-1\.5; the lower bound comes first: ClipByValue",
+        made(ClipByValue, 2.5, -1.5),
+    ),
+    (
+        ValueError,
+        r"^min, which without max bounds the absolute value,.* got -1\.5; write ClipBy",
+        made(ClipByValue, -1.5),
+    ),
+    *((ValueError, "max_norm", replaced(rule)) for rule in (GLOBAL, EACH)),
+    (ValueError, "min", replaced(VALUE)),
+    (TypeError, "must be a number", *either_bound(torch.ones(2)), *either_bound(T(True))),
+    (TypeError, "must be a number", *either_bound(T(1j))),
+    (TypeError, ON_A_CPU, *either_bound(torch.ones((), device="meta"))),
+    (TypeError, "min must be a number, got 'a'", made(ClipByValue, "a", lambda step: 1.0)),
+    (ValueError, "between 0 and 1, got 99.5; write 0.995 for 99.5%$", made(ClipByQuantile, 99.5)),
+    *(
+        (ValueError, f"must lie between 0 and 1, got {x}$", made(ClipByQuantile, x))
+        for x in (0.0, 1.0, 100.0, -0.5)
+    ),
+    (TypeError, "Own overrides limit, .*ClipByGlobalNorm or Rule instead", made(own, ClipByValue)),
+    (
+        TypeError,
+        "Own overrides limit, .*override advance instead",
+        made(own, ClipByOwnHistory),
+        made(own, AdaptiveRule),
+    ),
+    (ValueError, "Own: eps must be 0 or more, got -10.0", *of_own("eps", -10.0)),
+    (ValueError, "Own: eps must be 0 or more, got nan", *of_own("eps", NAN)),
+    (TypeError, "Own: eps must be a number, got None", *of_own("eps", None)),
+    (TypeError, "Own: norm_type must be a number, got '2'", *of_own("norm_type", "2")),
+    (ValueError, "Own: norm_type must be from 1 to inf, got -1.0", *of_own("norm_type", -1.0)),
+    (
+        ValueError,
+        "limit of Own must be 0 or more, got -1.0",
+        clips(own(limit=lambda self, measured: T(-1.0))()),
+    ),
+]
+
+
+@each_refused(RULES)
+def test_a_rule_is_refused_and_changes_nothing(call, error, message):
+    Fresh().check(call, error, message)
+
+
+@pytest.mark.parametrize(("name", "value"), [("norm_type", -1.0), ("eps", NAN)])
+def test_a_rule_that_turns_wrong_is_refused_by_a_step(name, value):
+    f, rule = Fresh(), own()()
+    f.optimizer.clip = rule
+    f.optimizer.step()
+    setattr(rule, name, value)
+    with untouched([*f.params, *f.grads]), pytest.raises(ValueError, match=f"Own: {name} must be"):
+        f.optimizer.step()

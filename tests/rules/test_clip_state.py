@@ -210,11 +210,6 @@ def test_values_saved_in_float32_go_on_in_float64():
     torch.testing.assert_close(*values, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def test_state_must_be_a_state():
-    with pytest.raises(TypeError, match="state must be a ClipState, got dict"):
-        tritonclip.clip_([], 1.0, state={})  # type: ignore[call-overload]
-
-
 def test_a_state_of_another_window_is_refused_by_its_length():
     state = ClipState()
     run(ClipByQuantile(0.7, 20), state, range(2))

@@ -63,29 +63,6 @@ def test_rule_by_norm_takes_every_norm_type(kind, norm_type):
     assert kind(1.0, norm_type=norm_type).norm_type == norm_type
 
 
-@pytest.mark.covering(2)
-@BY_NORM
-@pytest.mark.parametrize("argument", ["max_norm", "norm_type", "eps"])
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        *((value, ValueError) for value in (-1.0, -1e-30, math.nan)),
-        *((value, TypeError) for value in (True, "big", None, [1.0], 1j)),
-    ],
-    ids=repr,
-)
-def test_rule_by_norm_refuses(kind, argument, value, error):
-    arguments = {"max_norm": 1.0, argument: value}
-    with pytest.raises(error, match=argument):
-        kind(**arguments)
-
-
-@BY_NORM
-def test_rule_by_norm_says_what_came(kind):
-    with pytest.raises(ValueError, match=r"max_norm.*-3\.5"):
-        kind(-3.5)
-
-
 @pytest.mark.parametrize("limit", [0, 0.5, 2, math.inf])
 def test_rule_by_value_of_one_bound_is_symmetric(limit):
     rule = ClipByValue(limit)
@@ -99,38 +76,6 @@ def test_rule_by_value_of_one_bound_is_symmetric(limit):
 def test_rule_by_value_takes_any_bounds_in_order(low, high):
     for rule in (ClipByValue(low, high), ClipByValue(min=low, max=high)):
         assert (rule.min, rule.max) == (low, high)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "error"),
-    [
-        ((-0.5,), ValueError),
-        ((math.nan,), ValueError),
-        ((1.0, -1.0), ValueError),
-        ((math.nan, 1.0), ValueError),
-        ((0.0, math.nan), ValueError),
-        ((True,), TypeError),
-        ((False, 1.0), TypeError),
-        ((0.0, True), TypeError),
-        (("1",), TypeError),
-        ((0.0, "1"), TypeError),
-        ((None, 1.0), TypeError),
-        (([1.0], [2.0]), TypeError),
-        ((1j,), TypeError),
-    ],
-    ids=repr,
-)
-def test_rule_by_value_refuses(bounds, error):
-    with pytest.raises(error, match=r"ClipByValue|min|max"):
-        ClipByValue(*bounds)
-
-
-def test_rule_by_value_says_what_came_and_what_to_write():
-    with pytest.raises(ValueError, match=r"2\.5.*-1\.5; the lower bound comes first: ClipByValue"):
-        ClipByValue(2.5, -1.5)
-    said = r"^min, which without max bounds the absolute value,.* got -1\.5; write ClipBy"
-    with pytest.raises(ValueError, match=said):
-        ClipByValue(-1.5)
 
 
 RULES = [ClipByGlobalNorm(1.0), ClipByNorm(2.0, 1.0, 0.0), ClipByValue(-1.0, 2.0), ClipByValue(3)]
@@ -208,35 +153,12 @@ def test_rule_shows_its_arguments():
     assert repr(ClipByValue(0.5)) == "ClipByValue(min=-0.5, max=0.5)"
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_rule_is_checked_again_when_replaced(rule):
-    field = dataclasses.fields(rule)[0].name
-    with pytest.raises(ValueError, match=field):
-        dataclasses.replace(rule, **{field: math.nan})
-
-
 @pytest.mark.parametrize("bound", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float16)])
 def test_rule_by_value_reads_bounds_in_tensors_once(bound):
     rules = ClipByValue(bound), ClipByValue(-bound, bound)
     bound.fill_(9.0)
     assert rules == (ClipByValue(0.5), ClipByValue(0.5))
     assert all(type(rule.max) is float for rule in rules)
-
-
-@pytest.mark.parametrize(
-    ("bound", "message"),
-    [
-        (torch.ones(2), "must be a number"),
-        (torch.tensor(True), "must be a number"),
-        (torch.ones((), dtype=torch.complex64), "must be a number"),
-        (torch.ones((), device="meta"), r"on the CPU, got one on meta.*item\(\)"),
-    ],
-    ids=["two", "bool", "complex", "device"],
-)
-@pytest.mark.parametrize("make", [ClipByValue, lambda bound: ClipByValue(-9.0, bound)])
-def test_rule_by_value_refuses_tensors_that_are_no_number_on_a_cpu(make, bound, message):
-    with pytest.raises(TypeError, match=message):
-        make(bound)
 
 
 @BY_NORM
@@ -295,17 +217,3 @@ def test_rule_by_value_of_one_schedule_equals_its_copy():
     assert rule == ClipByValue(schedule) == copy.copy(rule)
     assert rule != ClipByValue(lambda step: 1.0)
     assert repr(rule) == f"ClipByValue(min=-{schedule!r}, max={schedule!r})"
-
-
-def test_rule_by_value_refuses_what_is_no_number_beside_a_schedule():
-    with pytest.raises(TypeError, match="min must be a number, got 'a'"):
-        ClipByValue("a", lambda step: 1.0)  # type: ignore[arg-type]  # on purpose
-
-
-@pytest.mark.parametrize(
-    ("quantile", "remedy"),
-    [(99.5, "; write 0.995 for 99.5%"), (0.0, ""), (1.0, ""), (100.0, ""), (-0.5, "")],
-)
-def test_error_for_a_quantile_in_per_cent_says_how_to_write_it(quantile, remedy):
-    with pytest.raises(ValueError, match=f"must lie between 0 and 1, got {quantile}{remedy}$"):
-        ClipByQuantile(quantile)
