@@ -142,6 +142,21 @@ def test_outlier_follows_the_reference_over_400_steps():
     assert sum(map(math.isfinite, found)) > 300
 
 
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_own_history_warms_up_by_norms_whose_squares_do_not_fit(size):
+    rule = ClipByOwnHistory(max_norm=size)
+    norms = size * torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64)
+    limits, state = advanced(rule, state_of(rule, 3), norms)
+    assert limits.tolist() == pytest.approx([0.6 * size, 0.8 * size, 0.0], rel=RELATIVE)
+    assert state.tolist() == [[float(limits[0]), 1.0], [float(limits[1]), 1.0], [math.inf, 0.0]]
+
+
+def test_own_history_clips_others_to_0_beside_a_norm_of_inf():
+    rule = ClipByOwnHistory()
+    limits, _ = advanced(rule, state_of(rule, 2), torch.tensor([math.inf, 1.0]).double())
+    assert limits.tolist() == [1.0, 0.0]
+
+
 class CountedOperators(TorchDispatchMode):
     """Counts operators, but for those that return views: each is a launch on a GPU."""
 

@@ -87,7 +87,10 @@ class ClipByOwnHistory(AdaptiveRule):
         average, n = state.unbind(-1)
         warm = n >= self.warmup
         max_norm = as_number("max_norm", self.max_norm)
-        by_global_norm = norm / torch.linalg.vector_norm(norm) * max_norm
+        # Divided by the largest norm, whose square may not fit.
+        info = torch.finfo(norm.dtype)
+        shares = norm / norm.amax().clamp(info.tiny, info.max)
+        by_global_norm = shares / torch.linalg.vector_norm(shares) * max_norm
         # For a norm of inf, any finite limit gives the coefficient 0.
         by_global_norm = by_global_norm.masked_fill(norm == math.inf, max_norm)
         limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), by_global_norm)
