@@ -84,7 +84,7 @@ def record(
 
 
 class Recorder:
-    """Writes the norms of a run to a history file; made by :func:`record`.
+    """Writes the norms of a run to a history file; made by :func:`~tritonclip.record`.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip
@@ -191,16 +191,17 @@ class Recorder:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
 
         Values are numbers or one-element tensors on any device; None is unknown. DTensors have to
-        be replicated, as :func:`clip_grad_norm_` returns the norm of DTensors.
+        be replicated, as :func:`~tritonclip.clip_grad_norm_` returns the norm of DTensors.
 
         Args:
-            norm: the global norm *before* clipping, as :func:`clip_` returns it; 0 or more.
+            norm: the global norm *before* clipping, as :func:`~tritonclip.clip_` returns it; 0 or
+                more.
             coefficient: the factor by which the gradients were multiplied.
             limit: the largest norm that the step allowed.
             skipped: whether the step was skipped.
             loss: of the step's batch, which `suggest` reads.
-            norms: more norms by the name of a group or parameter, as :func:`norms_by_name` returns
-                them; the same names at every step.
+            norms: more norms by the name of a group or parameter, as
+                :func:`~tritonclip.norms_by_name` returns them; the same names at every step.
 
         Raises:
             TypeError: a value of another kind.

@@ -327,7 +327,7 @@ _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
 class ClipStats:
-    """Norms, coefficients and counts of a :class:`ClippedOptimizer`, its attribute `stats`.
+    """The `stats` of a :class:`~tritonclip.ClippedOptimizer`: norms, coefficients and counts.
 
     All are 0-d tensors on the device of the optimizer's first parameter. Only `summary` waits for
     the device.
