@@ -38,14 +38,6 @@ def measured(grads, p=2.0):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("p", NORM_TYPES)
-def test_norm_is_right_for_every_type(device, dtype, p):
-    grads = of_sizes((0, 1, 33, 4097), dtype, device)
-    grads[2][::3] = 0.0 if p >= 0 else 0.5
-    assert_norm(measured(grads, p), reference.total_norm(grads, p))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm], ids=["all", "each"])
 def test_norm_does_not_depend_on_old_values_in_memory(device, dtype, kind, monkeypatch):
     """NaN in scratch, as other tests have it, may be taken for an overflow and measured again."""
@@ -69,38 +61,6 @@ def test_norm_counts_the_end_of_a_very_large_gradient(dtype):
 def test_norm_is_right_across_chunks(device, p):
     grad = normal(LARGE, device=device)
     assert_norm(measured([grad], p), reference.norm(grad, p))
-
-
-@pytest.mark.parametrize("p", NORM_TYPES)
-def test_norm_of_zeros_is_zero(device, p):
-    grads = [torch.zeros(5, device=device), torch.zeros(CHUNK + 1, device=device)]
-    assert measured(grads, p).item() == 0.0
-
-
-EXTREMES = {
-    torch.float32: (1e30, 1e-30, 1e20, 1e-25, 1e-40),
-    torch.bfloat16: (1e30, 1e-30),
-    torch.float16: (6e4, 6e-8),
-    torch.float64: (1e200, 1e-200),
-}
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 20.0])
-@pytest.mark.parametrize(
-    ("dtype", "magnitude"),
-    [
-        pytest.param(dtype, magnitude, id=f"{str(dtype)[6:]}-{magnitude:g}")
-        for dtype, magnitudes in EXTREMES.items()
-        for magnitude in magnitudes
-    ],
-)
-def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude, p):
-    spread = normal(301, torch.float64).abs().clamp(0.2, 1.0)
-    grad = (spread * magnitude).to(dtype).to(device)
-    norm = measured([grad, grad[:7].clone()], p)
-    assert_norm(norm, reference.total_norm([grad, grad[:7]], p))
-    assert norm.isfinite()
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
@@ -180,12 +140,6 @@ def test_norm_dtype_is_never_half(device, dtypes, expected):
     assert not norm.requires_grad
 
 
-@pytest.mark.parametrize("p", [2.0, torch.inf])
-def test_norm_of_nan_is_nan(device, p):
-    grads = [normal(CHUNK + 1, device=device), torch.tensor([1.0, torch.nan, 2.0], device=device)]
-    assert measured(grads, p).isnan()
-
-
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norm_does_not_depend_on_the_default_dtype(device, dtype, default):
@@ -204,17 +158,6 @@ def test_norm_of_float64_chunks_that_fit_only_apart(device):
     """Sums of squares of each chunk fit float64, and those of two do not."""
     grads = [torch.full((6 * CHUNK,), 8.56e151, dtype=torch.float64, device=device)]
     assert_norm(tritonclip.get_total_norm(grads), reference.total_norm(copies(grads)))
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, torch.inf])
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)], ids=str)
-def test_norm_of_no_elements_is_zero(device, dtypes, p):
-    grads = [torch.zeros(0, dtype=dtype, device=device) for dtype in (*dtypes, *dtypes)]
-    with tritonclip.verify():
-        assert measured(grads, p).item() == 0.0
-        assert tritonclip.clip_(parameters(grads), ClipByNorm(1.0, p)).tolist() == [0.0] * len(
-            grads
-        )
 
 
 @pytest.mark.covering(2)
@@ -239,3 +182,29 @@ def test_error_with_a_limit_over_the_largest_float32_names_the_gradient(device):
     grad = torch.tensor([1.0, torch.nan], device=device)
     with pytest.raises(RuntimeError, match=r"non-finite.*parameters\[0\]"):
         tritonclip.clip_([parameter(grad)], 1.7976931348623157e308, nonfinite="error")
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
+@pytest.mark.parametrize("p", [1.0, 3.0])
+def test_norm_of_two_complex_groups_is_right(device, p):
+    """Moduli are temporaries, which kernels know by their addresses only."""
+    grads = [
+        torch.full((1000,), 3 + 4j, dtype=torch.complex64, device=device),
+        torch.full((1000,), 3e3 + 4e3j, dtype=torch.complex128, device=device),
+        torch.full((2000,), 3 + 4j, dtype=torch.complex64, device=device)[::2],
+    ]
+    norm = tritonclip.get_total_norm(grads, p)
+    assert float(norm) == pytest.approx(reference.total_norm(copies(grads), p), rel=1e-6)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0, torch.inf])
+@pytest.mark.parametrize("kind", [tritonclip.ClipByGlobalNorm, tritonclip.ClipByNorm])
+def test_complex_moduli_over_the_largest_float32(device, p, kind):
+    """The modulus of 3e38+3e38j is 4.2e38; divided by the loss scale, norm and gradient fit."""
+    grad = torch.full((4,), 3e38 + 3e38j, dtype=torch.complex64, device=device)
+    norm = tritonclip.clip_([parameter(grad)], kind(1.0, p), grad_scale=1e6)
+    largest = abs(complex(torch.tensor(3e38).item(), torch.tensor(3e38).item()))
+    exact = largest / 1e6 * 4 ** (1 / p)
+    assert norm.flatten().tolist() == pytest.approx([exact], rel=1e-6)
+    clipped = grad.cpu().to(torch.complex128).abs() * (exact * 1e6 / largest)
+    assert clipped.tolist() == pytest.approx([1.0] * 4, rel=1e-5)

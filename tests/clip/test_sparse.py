@@ -84,34 +84,6 @@ def test_sparse_gradient_is_clamped_as_the_dense_one(device, coalesced, bounds):
     assert_bits([dense_of(one)], [reference.clamped(before, *bounds)])
 
 
-@BOTH
-@pytest.mark.parametrize("rule", each_rule(100.0, 100.0))
-def test_sparse_gradient_below_the_limit_is_the_same(device, coalesced, rule):
-    one = parameter(rows(device, coalesced))
-    before = dense_of(one)
-    tritonclip.clip_([one], rule)
-    assert_bits([dense_of(one)], [before])
-
-
-@BOTH
-def test_sparse_and_dense_gradients_share_one_coefficient(device, coalesced):
-    params = parameters([normal(9, device=device), rows(device, coalesced), normal(3).to(device)])
-    before = [dense_of(one) for one in params]
-    norm = tritonclip.clip_(params, 0.5)
-    assert_norm(norm, reference.total_norm(before))
-    by = reference.coefficient(norm, 0.5)
-    assert_bits([dense_of(one) for one in params], [reference.scaled(g, by) for g in before])
-
-
-def test_sparse_gradient_of_an_embedding(device):
-    layer = torch.nn.Embedding(10, 4, sparse=True).to(device)
-    layer(torch.tensor([1, 3, 3, 9], device=device)).square().sum().backward()
-    before = dense_of(layer.weight)
-    norm = tritonclip.clip_(layer, 0.1)
-    assert_norm(norm, reference.norm(before))
-    assert reference.norm(grad_of(layer.weight)) == pytest.approx(0.1, rel=2e-5)
-
-
 @pytest.mark.parametrize(
     ("coalesced", "detached"),
     [(True, False), (False, False), (True, True)],
@@ -137,15 +109,6 @@ def test_sparse_gradient_that_shares_a_part_of_its_values_is_refused(device):
     overlaps = pytest.raises(ValueError, match="overlap in memory")
     with untouched([sparse._values()]), overlaps:
         tritonclip.clip_(parameters([sparse._values()[0], sparse]), 1.0)
-
-
-def test_sparse_gradient_without_values(device):
-    empty = torch.zeros(5, 2, device=device).to_sparse()
-    params = parameters([empty, torch.tensor([3.0, 4.0], device=device)])
-    assert_norm(tritonclip.clip_(params, 1.0), 5.0)
-    assert not dense_of(params[0]).any()
-    tritonclip.clip_(params, ClipByValue(0.1))
-    assert grad_of(params[1]).tolist() == [torch.tensor(0.1).item()] * 2
 
 
 @BOTH

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
 from helpers import reference
+from helpers.arena import Arena
 from helpers.cases import (
     FLOATS,
-    NORM_TYPES,
     assert_bits,
     assert_norm,
     check_clip,
@@ -34,6 +36,7 @@ from helpers.cases import (
     parameters,
     unchanged,
 )
+from helpers.clips import CHOICES, clip_a_list, random_arena
 from helpers.processes import in_processes
 from helpers.refusing import check_raises, is_first
 from helpers.spread import assert_same_everywhere, values
@@ -41,10 +44,7 @@ from helpers.workers import python
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
-    ClipByQuantile,
-    ClipByUnitNorm,
     ClipByValue,
-    ClipState,
     FlatGradients,
 )
 
@@ -257,15 +257,24 @@ def test_copy_has_buffers_of_its_own(again):
     assert_bits(grads_of(params), before)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-@pytest.mark.parametrize("max_norm", [1e-2, 1e9], ids=["clipped", "within"])
-def test_global_norm_equals_the_reference(backend, norm_type, dtype, max_norm):
-    params = parameters_of(SHAPES[:3], dtype, backend.device)
-    flat = FlatGradients(params)
-    check_clip(grads_of(params), ClipByGlobalNorm(max_norm, norm_type), flat)
-    check_clip(grads_of(params), 1e9, flat, grad_scale=4.0)
+class FlatArena(Arena):
+    """The memory is a buffer of FlatGradients, without guard bytes."""
+
+    layouts = ("plain",)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.flat = FlatGradients(self.params)
+        (buffer,) = self.flat.buffers
+        self.memory, self.grads = buffer.view(torch.uint8), grads_of(self.params)
+
+    def call(self, rule: Any, **options: Any) -> Any:
+        return tritonclip.clip_(self.flat, rule, **options)
+
+
+@given(choice=CHOICES)
+def test_calls_on_a_random_list_are_right(backend, choice: random.Random):
+    clip_a_list(choice, random_arena(choice, backend.device, [FlatArena]))
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9], ids=["clipped", "within"])
@@ -284,15 +293,6 @@ def test_norm_by_gradient_equals_the_reference(backend, max_norm):
         before = copies(grads_of(params))
 
 
-@pytest.mark.parametrize(
-    "rule", [ClipByValue(0.5), ClipByValue(0.1, 0.2), ClipByValue(-9.0, 9.0)], ids=str
-)
-def test_value_equals_the_reference(backend, rule):
-    params = mixed(backend.device)
-    flat = FlatGradients(params)
-    assert check_clip(grads_of(params), rule, flat) is None
-
-
 def test_complex_gradients_are_clipped_by_modulus(backend):
     params = parameters_of(SHAPES[:3], torch.complex64, backend.device)
     flat = FlatGradients(params)
@@ -301,29 +301,6 @@ def test_complex_gradients_are_clipped_by_modulus(backend):
     named = r"cannot order complex gradients \(parameters\[0\], parameters\[1\]"
     with pytest.raises(TypeError, match=named):
         tritonclip.clip_(flat, ClipByValue(1.0))
-
-
-@pytest.mark.parametrize("rule", [ClipByUnitNorm(0.1), ClipByQuantile(0.5, 5)], ids=str)
-def test_rules_that_know_parameters_clip_as_without(rule):
-    ours, theirs = parameters_of(), parameters_of()
-    flat, states = FlatGradients(ours), (ClipState(), ClipState())
-    for _ in range(3):
-        for given, state in ((flat, states[0]), (theirs, states[1])):
-            options: Any = {} if rule.per_unit else {"state": state}
-            tritonclip.clip_(given, rule, **options)
-        assert_bits(grads_of(ours), grads_of(theirs))
-    if not rule.per_unit:
-        with pytest.raises(ValueError, match="belongs to another list of parameters"):
-            tritonclip.clip_(flat, rule, state=states[1])
-
-
-def test_zero_policy_erases_every_gradient(backend):
-    """Nothing but gradients lies in a buffer: no place keeps the NaN."""
-    params = parameters_of(SHAPES[:3], device=backend.device)
-    flat = FlatGradients(params)
-    grad_of(params[1])[0] = math.nan
-    assert math.isnan(tritonclip.clip_(flat, 1.0, nonfinite="zero"))
-    assert not flat.buffers[0].any()
 
 
 @RULES

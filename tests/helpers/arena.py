@@ -17,15 +17,16 @@ from torch import Tensor
 import tritonclip
 from helpers import reference
 from helpers.cases import assert_norm, bounds_of, normal, parameters
-from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 # The alignment of torch's allocators, so that vectorised paths are taken.
 ALIGNMENT = 64
 
 
 # How a gradient lies in the memory: as PyTorch makes it, one element off the alignment, with its
-# dimensions in the other order, with gaps between elements, and as the negative or conjugate of it.
-LAYOUTS = ("plain", "offset", "transposed", "gaps", "negated")
+# dimensions in the other order, with gaps between elements or only between rows, and as the
+# negative or conjugate of it.
+LAYOUTS = ("plain", "offset", "transposed", "gaps", "rows", "negated")
 
 
 class Arena:
@@ -33,6 +34,9 @@ class Arena:
 
     # Those that a random list of the kind may have.
     layouts: Sequence[str] = LAYOUTS
+    # Whether calls take a loss scale and a state, and what they may do with NaN and inf.
+    has_options = True
+    policies: Sequence[str] = ("propagate", "error", "zero")
 
     def __init__(
         self,
@@ -75,6 +79,8 @@ class Arena:
             strides = torch.empty(shape[::-1], device="meta").stride()[::-1]
         elif layout == "gaps":
             strides = tuple(2 * stride for stride in strides)
+        elif layout == "rows":
+            strides = (*(2 * stride for stride in strides[:-1]), strides[-1])
         grad = torch.empty(0, dtype=dtype, device=self.memory.device).set_(
             self.memory.untyped_storage(),
             start // dtype.itemsize + (layout == "offset"),
@@ -118,6 +124,10 @@ class Arena:
         memory = self.before.clone()
         return memory, [self._image(memory, grad) for grad in grads if grad is not None]
 
+    def accepts(self, rule: Any) -> bool:
+        """Whether the call takes a rule."""
+        return not (isinstance(rule, ClipByValue) and any(map(Tensor.is_complex, self.grads)))
+
     def call(self, rule: Any, **options: Any) -> Any:
         """The call that is tested; returns what it measured."""
         return tritonclip.clip_(self.params, rule, **options)
@@ -139,12 +149,24 @@ class Arena:
 class TensorsArena(Arena):
     """The gradients themselves are handed over."""
 
+    def accepts(self, rule: Any) -> bool:
+        return super().accepts(rule) and not rule.per_unit
+
     def call(self, rule: Any, **options: Any) -> Any:
         return tritonclip.clip_tensors_(self.grads, rule, **options)
 
 
 class TorchArena(Arena):
     """Clipped by the functions that have torch's names."""
+
+    has_options = False
+    policies: Sequence[str] = ("propagate", "error")
+
+    def accepts(self, rule: Any) -> bool:
+        if isinstance(rule, ClipByValue):
+            low, high = bounds_of(rule)
+            return super().accepts(rule) and -low == high
+        return isinstance(rule, ClipByGlobalNorm) and rule.eps == 1e-6
 
     def call(self, rule: Any, **options: Any) -> Any:
         error = options.get("nonfinite") == "error"
@@ -153,8 +175,11 @@ class TorchArena(Arena):
         return tritonclip.clip_grad_norm_(self.params, rule.max_norm, rule.norm_type, error)
 
 
-class TwoCallsArena(Arena):
+class TwoCallsArena(TorchArena):
     """The norm is measured by one of torch's functions, and handed to another."""
+
+    def accepts(self, rule: Any) -> bool:
+        return super().accepts(rule) and not rule.clamps
 
     def call(self, rule: Any, **options: Any) -> Any:
         error = options.get("nonfinite") == "error"
@@ -169,6 +194,7 @@ class OptimizerArena(Arena):
     # For a norm, the largest one that is not skipped, by the reference; None for any.
     takes: Any = None
     fused = False
+    policies: Sequence[str] = (*Arena.policies, "skip")
     # Optimizers of torch do not update by negated gradients.
     layouts: Sequence[str] = LAYOUTS[:-1]
 

@@ -216,13 +216,19 @@ RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 
 
-def assert_norm(actual: Tensor, expected: float | Sequence[float]) -> None:
-    """A norm, or one norm a gradient, is right to the tolerance of its dtype."""
+def assert_norm(
+    actual: Tensor, expected: float | Sequence[float], *, is_mixed: bool = False
+) -> None:
+    """A norm, or one norm a gradient, is right to the tolerance of its dtype.
+
+    `is_mixed`: of gradients of several dtypes, of which those below float64 are right to 1e-6.
+    """
+    kind = torch.float32 if is_mixed else actual.dtype
     torch.testing.assert_close(
         actual.detach().cpu().double(),
         torch.tensor(expected, dtype=torch.float64),
-        rtol=RELATIVE[actual.dtype],
-        atol=SMALLEST[actual.dtype],
+        rtol=RELATIVE[kind],
+        atol=SMALLEST[kind],
         equal_nan=True,
     )
 

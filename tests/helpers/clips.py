@@ -8,7 +8,6 @@ other rules are those of NumPy in float64, and equal to a tolerance.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -29,7 +28,7 @@ from helpers.arena import (
     TorchArena,
     TwoCallsArena,
 )
-from helpers.cases import INTERPRETED, assert_bits, assert_norm, bounds_of
+from helpers.cases import INTERPRETED, SIZES, assert_bits, assert_norm
 from helpers.memories import (
     ADAPTIVE,
     assert_near,
@@ -48,7 +47,17 @@ from tritonclip import (
     Outlier,
 )
 
-NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 1.5, 3.0, torch.inf)
+NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 1.5, 3.0, 20.0, torch.inf)
+# Of elements whose squares overflow, vanish or lose digits in a dtype.
+MAGNITUDES = {
+    torch.float16: (0.0, 6e-8, 1e-5, 1e4),
+    # No subnormal numbers, which Triton's interpreter misreads in bfloat16.
+    torch.bfloat16: (0.0, 1e-30, 1e20, 1e30),
+    torch.float32: (0.0, 1e-40, 1e-30, 1e-25, 1e20, 1e30),
+    torch.float64: (0.0, 1e-310, 1e-200, 1e30, 1e200),
+}
+# At the edges of what loops in C and kernels read in one piece.
+EDGES = (63, 64, 65, 127, 128, 129, *SIZES)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHOICES = st.randoms(use_true_random=False)
 # Ways to clip; `clip_` has the most options.
@@ -67,6 +76,7 @@ class Clip:
     limits: Callable[[Any], Any] | None = None  # Of an adaptive rule, by the reference.
     state: ClipState | None = None  # Of an adaptive rule outside of an optimizer.
     spoils: bool = False  # Writes NaN or inf into some gradients before some calls.
+    is_extreme: bool = False  # Some elements are huge, tiny or 0.
     # The norms that were remembered before the last call.
     before: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
 
@@ -78,6 +88,12 @@ class Clip:
     def fill(self, arena: Arena, choice: random.Random) -> None:
         """Other values, of another size, some of them NaN or inf."""
         arena.fill(10 ** choice.uniform(-1, 1))
+        drawn = random.Random(choice.randrange(2**32))
+        for grad in arena.grads if self.is_extreme else ():
+            some = grad[drawn.choice([slice(None), slice(0, None, 7), slice(0, 1)])]
+            some.mul_(drawn.choice(MAGNITUDES[grad.dtype.to_real()]))
+            # Clamping may turn a -0.0 into a bound of 0.0, or not.
+            grad.add_(0.0)
         # NumPy multiplies complex numbers by real ones as if these were complex: inf gives NaN.
         grads = [grad for grad in arena.grads if grad.numel() and not grad.is_complex()]
         if self.spoils and grads and choice.random() < 0.5:
@@ -85,7 +101,7 @@ class Clip:
                 grad = choice.choice(grads)
                 at = tuple(choice.randrange(n) for n in grad.shape)
                 grad[at] = choice.choice([math.nan, math.inf, -math.inf])
-            arena.before = arena.memory.clone()
+        arena.before = arena.memory.clone()
 
     def call(self, arena: Arena) -> tuple[Tensor | None, str]:
         """What the call measured, and the message of its error."""
@@ -171,13 +187,12 @@ class Clip:
         if not norms:
             return
         assert measured is not None
-        # Among float64 gradients, those of other dtypes are right to 1e-6 all the same.
-        narrow = len({grad.dtype for grad in arena.grads}) > 1
+        is_mixed = len({grad.dtype for grad in arena.grads}) > 1
         expected: float | list[float] = norms
         if measured.dim() == 0:
             # The statistics of an optimizer have the largest one.
             expected = float(np.max(norms, initial=0.0))
-        assert_norm(measured.float() if narrow else measured, expected)
+        assert_norm(measured, expected, is_mixed=is_mixed)
 
     def _check_grads(
         self,
@@ -227,8 +242,20 @@ def random_sizes(choice: random.Random) -> Sizes:
     largest = max(1, int(most / n))
     if choice.random() < 0.05:
         return [0] * n
-    sizes = [drawn.choice([0, 1, drawn.randint(1, largest), largest]) for _ in range(n)]
-    return [(size // 3, 3) if size % 3 == 0 and drawn.random() < 0.5 else size for size in sizes]
+    edges = [size for size in EDGES if n <= 3 or size <= largest]
+    sizes = [
+        drawn.choice([0, 1, drawn.randint(1, largest), largest, drawn.choice(edges)])
+        for _ in range(n)
+    ]
+    return [_shape(size, drawn) if drawn.random() < 0.5 else size for size in sizes]
+
+
+def _shape(size: int, drawn: random.Random) -> tuple[int, ...]:
+    """A shape of about as many elements."""
+    n = drawn.choice([1, 2, 3, 64, 257])
+    shape = drawn.choice([(size // n, n), (n, size // n), (2, size // (2 * n), n)])
+    # Each row takes the interpreter some time.
+    return (shape[0] * shape[1], *shape[2:]) if INTERPRETED and shape[0] > 20 else shape
 
 
 def random_arena(
@@ -254,7 +281,8 @@ def random_arena(
         if choice.random() < 0.3:
             layouts = [drawn.choice(kind.layouts) for _ in sizes]
         if not issubclass(kind, OptimizerArena) and choice.random() < 0.2:
-            dtypes = [drawn.choice([dtype, torch.complex64]) for dtype in dtypes]
+            some = (torch.complex64, torch.complex64, torch.complex128)
+            dtypes = [drawn.choice([dtype, drawn.choice(some)]) for dtype in dtypes]
     arena = kind(sizes, dtypes, device, seed, layouts)
     if isinstance(arena, OptimizerArena) and choice.random() < 0.3:
         arena.optimizer.skip_above, arena.takes = random_skip_bound(choice, follows=follows)
@@ -263,57 +291,47 @@ def random_arena(
 
 def random_rule(choice: random.Random) -> Any:
     """A rule with a limit that is a number, which clips some gradients and leaves others alone."""
-    limit = 10 ** choice.uniform(-3, 4)
-    eps = choice.choice([1e-6, 0.0])
+    limit, ratio = (
+        10 ** choice.uniform(*powers) if choice.random() < 0.85 else choice.choice([0.0, torch.inf])
+        for powers in ((-3, 4), (-2, 1))
+    )
+    eps = choice.choice([1e-6, 1e-6, 0.0, 0.0, 1.0])
     kind = choice.randrange(5)
     if kind == 0:
         return ClipByGlobalNorm(limit, choice.choice(NORM_TYPES), eps=eps)
     if kind == 1:
         return ClipByNorm(limit, choice.choice(NORM_TYPES), eps=eps)
     if kind == 2:
-        return ClipByRMS(10 ** choice.uniform(-2, 1))
+        return ClipByRMS(ratio)
     if kind == 3:
-        return ClipByUnitNorm(10 ** choice.uniform(-2, 1), choice.choice([1e-3, 1.0]))
+        return ClipByUnitNorm(ratio, choice.choice([1e-3, 1.0]))
     if choice.random() < 0.5:
-        return ClipByValue(10 ** choice.uniform(-2, 1))
+        return ClipByValue(ratio)
+    if choice.random() < 0.3:
+        return ClipByValue(*choice.choice([(-torch.inf, 0.1), (-0.1, torch.inf), (-1e30, 1e-30)]))
     return ClipByValue(*sorted(choice.uniform(-2, 2) for _ in range(2)))
-
-
-def takes(arena: Arena, rule: Any) -> bool:
-    """Whether the call of an arena takes a rule."""
-    if isinstance(rule, ClipByValue):
-        low, high = bounds_of(rule)
-        is_complex = any(grad.is_complex() for grad in arena.grads)
-        takes_it = (
-            -low == high if isinstance(arena, TorchArena) else type(arena) is not TwoCallsArena
-        )
-        return takes_it and not is_complex
-    if isinstance(arena, TorchArena | TwoCallsArena):
-        return isinstance(rule, ClipByGlobalNorm) and rule.eps == 1e-6
-    return not (isinstance(arena, TensorsArena) and rule.per_unit)
 
 
 def random_clip(arena: Arena, choice: random.Random, *, follows: bool = True) -> Clip:
     """A rule and options that the arena takes; `follows`: also a rule that follows norms."""
-    in_optimizer = isinstance(arena, OptimizerArena)
-    has_options = not isinstance(arena, TorchArena | TwoCallsArena)
-    if follows and has_options and choice.random() < 0.3:
+    if follows and arena.has_options and choice.random() < 0.3:
         kind, limits, numbers = choice.choice(ADAPTIVE)
-        state = None if in_optimizer else ClipState()
+        state = None if isinstance(arena, OptimizerArena) else ClipState()
         made = Clip(kind(*numbers), limits=limits(*numbers), state=state)
     else:
         drawn = random.Random(choice.randrange(2**32))
-        made = Clip(
-            next(filter(functools.partial(takes, arena), map(random_rule, itertools.repeat(drawn))))
+        made = Clip(next(filter(arena.accepts, map(random_rule, itertools.repeat(drawn)))))
+        # Of norms that are remembered, references agree to fewer digits.
+        remembers = isinstance(arena, OptimizerArena) and isinstance(
+            arena.optimizer.skip_above, Outlier
         )
-    if has_options and choice.random() < 0.3:
+        made.is_extreme = not remembers and choice.random() < 0.3
+    if arena.has_options and choice.random() < 0.3:
         made.grad_scale = choice.choice([2.0**16, 3.0, 0.125])
     if choice.random() < 0.3:
         made.spoils = True
-        policies = ["propagate", "error", *(["zero"] if has_options else [])]
-        if isinstance(made.rule, ClipByValue) and not has_options:
-            policies = ["propagate"]
-        made.nonfinite = choice.choice([*policies, *(["skip"] if in_optimizer else [])])
+        by_value = isinstance(made.rule, ClipByValue) and not arena.has_options
+        made.nonfinite = "propagate" if by_value else choice.choice(arena.policies)
     return made
 
 

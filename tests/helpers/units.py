@@ -30,20 +30,23 @@ def wide(tensor: Tensor) -> np.ndarray:
 def unit_norms(values: np.ndarray) -> np.ndarray:
     """The norm of each unit, of the shape that multiplies the units."""
     axes = tuple(range(1, values.ndim)) if values.ndim > 1 else None
-    largest = np.max(np.abs(values), initial=0.0)
-    scale = largest if 0 < largest < math.inf else 1.0
-    squares = np.abs(values / scale) ** 2
-    return np.asarray(scale * np.sqrt(np.sum(squares, axis=axes, keepdims=values.ndim > 1)))
+    how: Any = {"axis": axes, "keepdims": values.ndim > 1}
+    sizes = np.abs(values)
+    largest = np.max(sizes, initial=0.0, **how)
+    scale = np.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    with np.errstate(over="ignore"):
+        return np.asarray(scale * np.sqrt(np.sum((sizes / scale) ** 2, **how)))
 
 
 def coefficients(grad: Tensor, weight: Tensor, rule: ClipByUnitNorm, scale: float = 1.0):
-    """min(1, ratio * max(|w_u|, eps) / |g_u|), 1 where the gradient is 0."""
+    """min(1, ratio * max(|w_u|, eps) / |g_u|), 1 where the gradient is 0 or has no limit."""
     own, limit = (
         unit_norms(wide(grad)) / scale,
         rule.ratio * np.maximum(unit_norms(wide(weight)), rule.eps),
     )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.where(own == 0, 1.0, np.minimum(1.0, limit / own)))
+    with np.errstate(all="ignore"):
+        unlimited = (own == 0) | ((limit == np.inf) & ~np.isnan(own))
+        return np.asarray(np.where(unlimited, 1.0, np.minimum(1.0, limit / own)))
 
 
 def expected(grad: Tensor, weight: Tensor, rule: ClipByUnitNorm, scale: float = 1.0) -> np.ndarray:
