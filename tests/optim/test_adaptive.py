@@ -167,48 +167,6 @@ def test_a_new_rule_begins_anew():
     assert float(optimizer.stats.last_limit) == float(other.stats.last_limit)
 
 
-@pytest.mark.parametrize("rule", RULES[:3])
-def test_a_skipped_step_is_not_remembered(rule, make):
-    params, optimizer = wrapped(make, rule, nonfinite="skip")
-    twins, other = wrapped(make, rule, nonfinite="skip")
-    for number, size in enumerate(SIZES):
-        # The norm of one gradient stays finite; those of the others would be remembered.
-        step_on(params, optimizer, 99, size=5.0, bad=math.nan)
-        for own, its in ((params, optimizer), (twins, other)):
-            step_on(own, its, number, size=size)
-    assert_bits(params, copies(twins))
-
-
-@pytest.mark.parametrize("rule", RULES[:3])
-def test_a_step_that_overflows_is_not_remembered(rule, make, scaler_type):
-    params, optimizer = wrapped(make, rule)
-    twins, other = wrapped(make, rule)
-    scale = scaler_type("cpu", init_scale=8.0, growth_interval=1000)
-    for number, size in enumerate(SIZES):
-        for bad in (math.inf, None):
-            grads = give_grads(params, number, size=size, bad=bad)
-            scaled_step(scale, optimizer, params, grads)
-            scale.update(8.0)
-        step_on(twins, other, number, size=size)
-    assert_bits(params, copies(twins))
-
-
-def test_groups_remember_norms_of_their_own():
-    params, rule = new_params(), ClipByQuantile(0.5, 9)
-    groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "clip": rule}]
-    optimizer = ClippedOptimizer(sgd(groups), rule)
-    state, twins = [ClipState(), ClipState()], new_params()
-    inner = sgd(twins)
-    for number, size in enumerate(SIZES):
-        give_grads(twins, number, size=size)
-        step_on(params, optimizer, number, size=size)
-        tritonclip.clip_(twins[:2], rule, state=state[0])
-        tritonclip.clip_(twins[2:], rule, state=state[1])
-        inner.step()
-    assert_bits(params, copies(twins))
-    assert set(memory_of(optimizer)) == {"rule", "group1"}
-
-
 def test_a_closure_counts_one_norm_a_step():
     params, optimizer = wrapped(lambda p: torch.optim.LBFGS(p, max_iter=4), ClipByQuantile(0.5, 9))
     closure = closure_of(params, optimizer, [1.0] * 30)
@@ -262,3 +220,29 @@ def test_a_rule_may_hold_a_function_that_is_no_schedule():
     params, optimizer = wrapped(sgd, Half(lambda norm: norm / 2))
     step_on(params, optimizer)
     assert float(optimizer.stats.last_coefficient) == 0.5
+
+
+@pytest.mark.parametrize("rule", RULES[:3])
+def test_a_skipped_step_is_not_remembered(rule, make):
+    params, optimizer = wrapped(make, rule, nonfinite="skip")
+    twins, other = wrapped(make, rule, nonfinite="skip")
+    for number, size in enumerate(SIZES):
+        # The norm of one gradient stays finite; those of the others would be remembered.
+        step_on(params, optimizer, 99, size=5.0, bad=math.nan)
+        for own, its in ((params, optimizer), (twins, other)):
+            step_on(own, its, number, size=size)
+    assert_bits(params, copies(twins))
+
+
+@pytest.mark.parametrize("rule", RULES[:3])
+def test_a_step_that_overflows_is_not_remembered(rule, make, scaler_type):
+    params, optimizer = wrapped(make, rule)
+    twins, other = wrapped(make, rule)
+    scale = scaler_type("cpu", init_scale=8.0, growth_interval=1000)
+    for number, size in enumerate(SIZES):
+        for bad in (math.inf, None):
+            grads = give_grads(params, number, size=size, bad=bad)
+            scaled_step(scale, optimizer, params, grads)
+            scale.update(8.0)
+        step_on(twins, other, number, size=size)
+    assert_bits(params, copies(twins))

@@ -15,76 +15,21 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import tritonclip
-from helpers import reference
-from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal
+from helpers.cases import assert_bits, assert_norm, copies
 from helpers.loss_scale import (
-    INTERVAL,
-    OVERFLOWS,
     SCALE,
-    STEPS,
     UNSCALED_BEFORE,
     assert_same_run,
     backward,
-    four_ways,
     grads_at,
-    hand_clip,
     hand_step,
     scaled_step,
     spoiled,
     weight_under,
 )
-from helpers.training import INNERS, PLAIN_AND_FUSED, new_params, wrapped
+from helpers.training import PLAIN_AND_FUSED, new_params, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByValue, ClippedOptimizer
 from tritonclip.backends.operators import TorchBatch
-
-
-@pytest.mark.covering(2)
-@UNSCALED_BEFORE
-@pytest.mark.parametrize("make", INNERS)
-def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
-    params, twins = new_params(), new_params()
-    optimizer, bare = ClippedOptimizer(make(params), 1.0), make(twins)
-    scaler = scaler_type("cpu", init_scale=SCALE, growth_interval=INTERVAL)
-    scale, finite, norm = SCALE, 0, torch.nan
-    for step in range(STEPS):
-        overflows = step in OVERFLOWS
-        grads = spoiled(grads_at(step)) if overflows else grads_at(step)
-        scaled_step(scaler, optimizer, params, grads, unscale=unscale)
-        if overflows:
-            scale, finite = scale / 2, 0
-        else:
-            hand_step(bare, twins, grads, ClipByGlobalNorm(1.0))
-            norm, finite = reference.total_norm(grads), finite + 1
-            if finite == INTERVAL:
-                scale, finite = scale * 2, 0
-        assert_same_run(params, twins, bare)
-        assert scaler.get_scale() == scale
-        assert_norm(optimizer.stats.last_norm, norm)
-    assert int(optimizer.stats.steps) == STEPS - len(OVERFLOWS)
-    assert int(optimizer.stats.skipped_steps) == 0
-    assert int(optimizer.stats.clipped_steps) == sum(
-        reference.total_norm(grads_at(step)) > 1 for step in range(STEPS) if step not in OVERFLOWS
-    )
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("scale", [2.0**16, 3.0, 1.0, 2.0**-10])
-@UNSCALED_BEFORE
-def test_scaler_leaves_gradients_unscaled_and_clipped_once(scaler_type, make, unscale, scale):
-    params, optimizer = wrapped(make)
-    scaler = scaler_type("cpu", init_scale=scale)
-    scaled_step(scaler, optimizer, params, grads_at(2), unscale=unscale)
-    # At 3.0 scaling, unscaling and clipping round once each.
-    for param, grad in zip(params, hand_clip(ClipByGlobalNorm(1.0), grads_at(2)), strict=True):
-        torch.testing.assert_close(grad_of(param), grad, rtol=1e-6, atol=0)
-
-
-def test_scaler_unscales_below_the_limit_too(scaler, rule):
-    """Bit for bit: the scale is a power of two, and a coefficient of 1 changes nothing."""
-    params = new_params()
-    small = [1e-3 * grad for grad in grads_at(2)]
-    scaled_step(scaler, ClippedOptimizer(SGD(params, lr=1.0), rule), params, small)
-    assert_bits([grad_of(param) for param in params], small)
 
 
 def test_scaler_run_is_right_for_momentum_that_starts_late(scaler):
@@ -104,19 +49,6 @@ def test_scaler_run_is_right_for_momentum_that_starts_late(scaler):
         if step != 1:
             hand_step(bare, twins[some], grads[some], ClipByGlobalNorm(1.0))
         assert_same_run(params, twins)
-
-
-def test_scaler_unscales_what_no_rule_holds_for(scaler, make):
-    """need_clip=False and clip=None: divided by the loss scale, bit for bit, and not clipped."""
-    params, optimizer = four_ways(make)
-    grads = [5 * normal(param.numel(), seed=at) for at, param in enumerate(params)]
-    scaled_step(scaler, optimizer, params, grads)
-    assert_bits([grad_of(params[1]), grad_of(params[2])], [grads[1], grads[2]])
-    for at, limit in ((0, 1.0), (3, 0.25)):
-        (expected,) = hand_clip(ClipByGlobalNorm(limit), [grads[at]])
-        torch.testing.assert_close(grad_of(params[at]), expected, rtol=1e-6, atol=0)
-    assert_norm(optimizer.stats.last_norm, reference.norm(grads[0]))
-    assert_norm(optimizer.stats.group_norms[2], reference.norm(grads[3]))
 
 
 def test_scaler_serves_a_bare_optimizer_beside_a_wrapper(scaler):
@@ -142,20 +74,6 @@ def test_scaler_that_is_disabled_leaves_clipping_as_it_is(scaler_type):
     assert int(optimizer.stats.steps) == 3
 
 
-def test_scaler_checkpoint_moves_between_ours_and_torchs():
-    ours = tritonclip.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    params = new_params()
-    scaled_step(ours, ClippedOptimizer(SGD(params, lr=0.1), 1.0), params, grads_at(1))
-    torchs = torch.amp.GradScaler("cpu")
-    torchs.load_state_dict(ours.state_dict())
-    again = tritonclip.GradScaler("cpu")
-    again.load_state_dict(torchs.state_dict())
-    assert again.state_dict() == ours.state_dict()
-    # The loaded growth tracker counts on.
-    scaled_step(again, ClippedOptimizer(SGD(params, lr=0.1), 1.0), params, grads_at(2))
-    assert again.get_scale() == 128.0
-
-
 @UNSCALED_BEFORE
 def test_scaler_unscales_and_clips_sparse_gradients(scaler, unscale):
     embedding = torch.nn.Embedding(6, 2, sparse=True)
@@ -172,25 +90,6 @@ def test_scaler_unscales_and_clips_sparse_gradients(scaler, unscale):
     # Coefficients add the eps of 1e-6 to a norm of 3.2, and float32 rounds.
     torch.testing.assert_close(embedding.weight.detach(), expected, rtol=0, atol=1e-6)
     assert_norm(optimizer.stats.last_norm, 10**0.5)
-
-
-@pytest.mark.covering(2)
-def test_scaler_run_is_right_for_every_rule(backend, scaler_type, make, rule):
-    """Scaled, clipped and unclipped steps, and an overflow that leaves earlier results alone."""
-    shapes = ((3,), (2049,))
-    params, twins = new_params(shapes, backend.device), new_params(shapes)
-    optimizer, bare = ClippedOptimizer(make(params), rule), make(twins)
-    scaler = scaler_type(backend.device.type, init_scale=SCALE)
-    kept = []
-    for step in range(4):
-        grads = grads_at(step, shapes)
-        scaled_step(scaler, optimizer, params, spoiled(grads) if step == 2 else grads)
-        if step != 2:
-            hand_step(bare, twins, grads, rule)
-            kept.append((optimizer.stats.last_norm, optimizer.stats.last_norm.clone()))
-        assert_same_run([param.detach().cpu() for param in params], [t.detach() for t in twins])
-    assert int(optimizer.stats.steps) == 3
-    assert_bits((norm for norm, _ in kept), (norm for _, norm in kept))
 
 
 @pytest.mark.parametrize(

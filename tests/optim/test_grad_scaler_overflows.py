@@ -8,13 +8,12 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 import tritonclip
-from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.cases import assert_bits, copies, grad_of
 from helpers.loss_scale import (
     SCALE,
     UNSCALED_BEFORE,
     assert_same_run,
     backward,
-    four_ways,
     grads_at,
     hand_step,
     scaled_step,
@@ -24,32 +23,11 @@ from helpers.serving import decided_on_device
 from helpers.training import (
     INNERS,
     POLICIES,
-    RULES_OF_EVERY_TYPE,
     new_params,
     unchanged,
     wrapped,
 )
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("rule", RULES_OF_EVERY_TYPE)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_scaler_overflow_changes_only_its_count(scaler_type, policy, make, rule, value):
-    """Under every policy: an overflow is the scaler's to handle, neither an error nor a skip."""
-    params, optimizer = wrapped(make, rule, nonfinite=policy)
-    scaler = scaler_type("cpu", init_scale=SCALE)
-    scaled_step(scaler, optimizer, params, grads_at(2))
-    stats = optimizer.stats.state_dict()
-    with unchanged(params, optimizer):
-        scaled_step(scaler, optimizer, params, spoiled(grads_at(1), value))
-    # torch's scaler leaves `step` out, so that the wrapper cannot count it, but for fused ones.
-    is_seen = scaler_type is tritonclip.GradScaler or optimizer.defaults.get("fused")
-    stats["overflowed_steps"].fill_(bool(is_seen))
-    assert_bits(optimizer.stats.state_dict().values(), stats.values())
-    assert optimizer.stats.summary()["overflowed_steps"] == bool(is_seen)
-    assert scaler.get_scale() == SCALE / 2
 
 
 def test_error_is_raised_for_what_came_after_the_scaler_looked(scaler, make):
@@ -75,17 +53,6 @@ def test_scaler_run_is_right_after_overflows_from_the_start(scaler, make):
         scaled_step(scaler, optimizer, params, grads_at(step))
         hand_step(bare, twins, grads_at(step), ClipByGlobalNorm(1.0))
         assert_same_run(params, twins)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["common", "need_clip", "clip=None", "own rule"])
-def test_scaler_sees_an_overflow_in_any_group(scaler, make, at):
-    params, optimizer = four_ways(make)
-    grads = [normal(param.numel(), seed=i) for i, param in enumerate(params)]
-    grads[at][-1] = torch.inf
-    with unchanged(params):
-        scaled_step(scaler, optimizer, params, grads)
-    assert scaler.get_scale() == SCALE / 2
-    assert optimizer.stats.group_norms.get(2, torch.tensor(torch.nan)).isnan()
 
 
 def test_scaler_judges_two_optimizers_apart(scaler, make):

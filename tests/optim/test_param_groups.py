@@ -33,41 +33,6 @@ from tritonclip import (
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-SETTINGS = {
-    "none": [ABSENT] * 3,
-    "number": [ABSENT, 0.25, ABSENT],
-    "rule": [ABSENT, ClipByGlobalNorm(0.25), ABSENT],
-    "left-alone": [ABSENT, None, ABSENT],
-    "two-equal": [ClipByGlobalNorm(1.0), ClipByGlobalNorm(1.0), ABSENT],
-    "all-left-alone": [None] * 3,
-}
-
-
-@pytest.mark.parametrize("clips", SETTINGS.values(), ids=SETTINGS)
-def test_groups_have_a_norm_of_their_own_or_share_one(device, clips):
-    groups = three_groups(device)
-    optimizer = grouped(groups, clips)
-    optimizer.step()
-    stats, own, common, shared = optimizer.stats, set(), [], []
-    for number, (grads, clip) in enumerate(zip(groups, clips, strict=True)):
-        found = grads_of(optimizer, number)
-        if clip is ABSENT:
-            common += grads
-            shared += found
-        elif clip is None:
-            assert_bits(found, grads)
-        else:
-            own.add(number)
-            assert_close(found, clipped(grads, getattr(clip, "max_norm", clip)))
-            assert_norm(stats.group_norms[number], reference.total_norm(grads))
-    if common:
-        assert_close(shared, clipped(common, 1.0))
-        assert_norm(stats.last_norm, reference.total_norm(common))
-    assert set(stats.group_norms) == set(stats.group_coefficients) == own
-    summary = stats.summary()
-    assert (summary["steps"], summary["clipped_steps"]) == (1, bool(common))
-
-
 @pytest.mark.parametrize(
     ("clip", "expected"),
     [
@@ -90,18 +55,6 @@ def test_rule_of_a_group_may_change_between_steps(clip, expected):
     )
 
 
-def test_need_clip_false_leaves_a_parameter_out(device):
-    groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT, 0.25, ABSENT])
-    left_out = optimizer.param_groups[0]["params"][0]
-    left_out.need_clip = False
-    optimizer.step()
-    common = [groups[0][1], *groups[2]]
-    assert_bits([grad_of(left_out)], groups[0][:1])
-    assert_close([grads_of(optimizer)[1], *grads_of(optimizer, 2)], clipped(common, 1.0))
-    assert_norm(optimizer.stats.last_norm, reference.total_norm(common))
-
-
 @pytest.mark.parametrize("which", ["wrapper", "inner"])
 def test_add_param_group_takes_a_rule(which):
     optimizer = grouped(three_groups()[:1], [ABSENT])
@@ -111,32 +64,6 @@ def test_add_param_group_takes_a_rule(which):
     optimizer.step()
     assert_close(grads_of(optimizer, 1), clipped([grad], 0.25))
     assert_norm(optimizer.stats.group_norms[1], reference.norm(grad))
-
-
-def test_clip_by_norm_clips_each_gradient_of_each_group(device):
-    groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT] * 3, ClipByNorm(5.0))
-    grads = [grad for group in groups for grad in group]
-    norms = reference.norms(grads)
-    assert min(norms) < 5 < max(norms)
-    optimizer.step()
-    assert_close(grads_of(optimizer), [clipped([grad], 5.0)[0] for grad in grads])
-    assert_norm(optimizer.stats.last_norm, max(norms))
-    least = 5.0 / (max(norms) + 1e-6)
-    assert optimizer.stats.last_coefficient.item() == pytest.approx(least, rel=2e-6)
-    assert int(optimizer.stats.clipped_steps) == 1
-
-
-def test_clip_by_value_clamps_every_group(device):
-    groups = three_groups(device)
-    optimizer = grouped(groups, [ABSENT, None, ABSENT], ClipByValue(-0.5, 0.25))
-    optimizer.step()
-    common = groups[0] + groups[2]
-    assert_bits(
-        grads_of(optimizer, 0) + grads_of(optimizer, 2),
-        [reference.clamped(grad, -0.5, 0.25) for grad in common],
-    )
-    assert_bits(grads_of(optimizer, 1), groups[1])
 
 
 @pytest.mark.parametrize(
@@ -166,23 +93,6 @@ def test_step_does_not_heed_the_default_device(nonfinite):
         optimizer.step()
         summary = optimizer.stats.summary()
     assert (summary["norm"], summary["steps"], summary["clipped_steps"]) == (5.0, 2, 1)
-
-
-@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(0.1)], ids=repr)
-def test_group_without_gradients_takes_no_part(rule):
-    groups = three_groups()
-    optimizer = grouped(groups, [ABSENT, 0.25, ABSENT], rule)
-    with_all = grouped(groups[:1], [ABSENT], rule)
-    for number in (1, 2):
-        for p in optimizer.param_groups[number]["params"]:
-            p.grad = None
-    optimizer.step()
-    with_all.step()
-    assert_bits(grads_of(with_all), [grad_of(p) for p in optimizer.param_groups[0]["params"]])
-    torch.testing.assert_close(
-        optimizer.stats.last_norm, with_all.stats.last_norm, rtol=0, atol=0, equal_nan=True
-    )
-    assert optimizer.stats.group_norms[1] == 0.0
 
 
 def test_groups_of_mixed_dtypes_share_one_norm(device):
@@ -329,33 +239,6 @@ def test_error_names_a_parameter_that_was_added_by_hand():
         optimizer.step()
 
 
-def test_groups_that_all_have_a_rule_leave_the_wrappers_nothing():
-    optimizer = grouped(three_groups(), [1.0, 2.0, None])
-    optimizer.step()
-    assert optimizer.stats.last_norm.isnan()
-    assert int(optimizer.stats.clipped_steps) == 1
-
-
-@pytest.mark.parametrize(
-    ("rule", "own", "count"),
-    [(1.0, 1e9, 1), (1e9, 1.0, 1), (1.0, 1.0, 1), (1e9, 1e9, 0)],
-    ids=["the-wrappers", "its-own", "both", "neither"],
-)
-def test_step_counts_as_clipped_where_any_rule_clipped(rule, own, count):
-    optimizer = grouped(three_groups(), [ABSENT, own, ABSENT], rule)
-    optimizer.step()
-    assert int(optimizer.stats.clipped_steps) == count
-
-
-def test_group_that_gave_up_its_rule_leaves_the_statistics():
-    optimizer = grouped(three_groups(), [ABSENT, 0.25, ABSENT])
-    optimizer.step()
-    del optimizer.param_groups[1]["clip"]
-    optimizer.step()
-    assert optimizer.stats.group_norms == {}
-    assert optimizer.stats.group_coefficients == {}
-
-
 @pytest.mark.parametrize("zero_size", [False, True], ids=["none", "zero-size"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
 def test_step_without_any_gradient(nonfinite, zero_size):
@@ -375,15 +258,6 @@ def test_every_group_is_measured_once(verbs, device, monkeypatch):
     grads = [[torch.ones(n, device=device)] for n in (3, 5)]
     grouped(grads, [1.0, 1.0], nonfinite="skip", skip_above=100.0).step()
     assert len(measured) == 2
-
-
-def test_statistics_follow_parameters_to_another_device():
-    """From one without memory, on which large models are made."""
-    without = torch.nn.Parameter(torch.empty(3, device="meta"))
-    optimizer = ClippedOptimizer(torch.optim.SGD([without], lr=0.1), 1.0)
-    optimizer.param_groups[0]["params"][0] = parameter(torch.ones(3))
-    optimizer.step()
-    assert optimizer.stats.summary()["steps"] == 1
 
 
 def test_step_refuses_a_backend_before_any_group_is_written(backend):

@@ -36,10 +36,12 @@ from tritonclip.optim.param_groups import (
     rules_of,
     unclipped_in,
 )
-from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, ClipByValue, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
+# To write them: by a norm, one NaN would reach them all.
+UNBOUNDED = ClipByValue(math.inf)
 TWO_NORM, EACH_NORM = Norm(), Norm(each=True)
 
 
@@ -103,6 +105,8 @@ class ClipGroup:
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
         """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
         if self.gradients.plan is None:
+            if self.rule.clamps:
+                return None
             zero = torch.zeros((), dtype=torch.float32, device=self.gradients.device)
             return Clipped(zero, torch.ones_like(zero), math.nan)
         norm, by_group, limit = execute.write_(

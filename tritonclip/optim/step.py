@@ -35,6 +35,7 @@ from tritonclip.monitor.recorder import Recorder, saved_steps
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     TWO_NORM,
+    UNBOUNDED,
     ClipGroup,
     Grouping,
     NormRequest,
@@ -292,6 +293,7 @@ class Step:
                     self.grad_scale, zero_nonfinite=self.policy.zeroes
                 )
             elif self.is_scaled and group.norms is not None:
+                group.rule = UNBOUNDED
                 group.clip_(self.grad_scale, zero_nonfinite=False)
 
 
