@@ -166,7 +166,7 @@ def get_total_norm(
         )
     order = _as_float("norm_type", norm_type)
     if _is_torchs(order, process_group, copies):
-        items, _ = tensors_in(tensors, "tensors[{}]".format)
+        items, _ = tensors_in(tensors)
         return torchs_get_total_norm(items, order, error_if_nonfinite, foreach)
     order = as_norm_type("norm_type", order)
     processes = check_processes(process_group, copies)

@@ -89,22 +89,17 @@ def collect(
 
 
 def collect_tensors(
-    tensors: object,
-    label_of: LabelOf = "tensors[{}]".format,
-    processes: Processes | None = None,
-    cache: PlanCache = plans,
-    *,
-    writes: bool = False,
+    tensors: object, processes: Processes | None = None, *, writes: bool = False
 ) -> Gradients:
     """As `collect`, of tensors that are gradients; one that `writes` refuses parameters."""
-    items, label_of = tensors_in(tensors, label_of)
+    items, label_of = tensors_in(tensors)
     plain = _PLAIN_TENSOR.issuperset(map(type, items))
     if writes and not (plain and True not in map(_get_requires_grad, items)):
         refuse_parameters(items, label_of)
     device = device_of(items)
     if processes is not None or (not plain and are_sharded(items)):
-        return ShardedGradients(items, items, label_of, processes, device, label_of, cache=cache)
-    return Gradients(items, device, label_of, cache=cache)
+        return ShardedGradients(items, items, label_of, processes, device, label_of)
+    return Gradients(items, device, label_of)
 
 
 def collect_all(

@@ -176,8 +176,9 @@ def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> l
     return [label_of(i) for i in positions]
 
 
-def tensors_in(tensors: object, label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
+def tensors_in(tensors: object) -> tuple[list[Tensor], LabelOf]:
     """The tensors in an argument that holds gradients themselves, without None, and their names."""
+    label_of: LabelOf = "tensors[{}]".format
     if type(tensors) is list and PLAIN.issuperset(map(type, tensors)):
         return tensors, label_of
     if isinstance(tensors, Module):
