@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 
 import tritonclip
 from helpers.cases import CHUNK, INTERPRETED, assert_norm, grad_of, parameters, unchanged
-from helpers.mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, alias, take_step, tie
+from helpers.mutations import (
+    DTYPES,
+    FORMS,
+    MUTATIONS,
+    RULES,
+    SHAPES,
+    World,
+    alias,
+    assert_clips,
+    take_step,
+    tie,
+)
 from helpers.workers import run_in_threads
-from helpers.world import World, assert_clips
 from tritonclip import ClipByGlobalNorm
 
 # Kernels read runs of memory; gradients with gaps go to the torch backend, which is said once.

@@ -1,27 +1,22 @@
-"""Rules that remember, beside references that do: for lists that change, and steps left out."""
+"""Rules that remember, beside references that do, and steps left out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from helpers import histories, reference, units
+from helpers import histories, units
 from helpers.arena import Arena, OptimizerArena
 from helpers.cases import assert_bits
 from tritonclip import (
-    ClipByGlobalNorm,
-    ClipByNorm,
     ClipByOwnHistory,
     ClipByOwnQuantile,
     ClipByQuantile,
-    ClipByRMS,
-    ClipByUnitNorm,
     ClipByZScore,
     ClipState,
     Outlier,
@@ -36,74 +31,6 @@ ADAPTIVE: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...] = (
     (ClipByOwnHistory, histories.own_history, (0.9, 0.9, 2, 3.0)),
     (ClipByOwnQuantile, histories.own_quantile, (0.6, 3, 5.0)),
 )
-
-
-def by_step(step: int) -> float:
-    """A limit that is a function of the step."""
-    return 0.5 * (1 + step % 3)
-
-
-def scheduled() -> Callable[..., Any]:
-    """The limits of `by_step`, one for each norm of a call."""
-    steps = count()
-
-    def limits(norms: Any, places: Sequence[int] | None = None) -> Any:
-        limit = by_step(next(steps))
-        return [limit] * len(norms) if isinstance(norms, list) else limit
-
-    return limits
-
-
-class Follower:
-    """A rule of any kind for lists that change, with its reference; each list has its memory.
-
-    `limits` makes those of the reference, which remember; None for a rule that does not.
-    """
-
-    def __init__(self, rule: Any, limits: Callable[[], Any] | None = None) -> None:
-        self.rule, self._make = rule, limits
-        self._known: dict[tuple[int, int], tuple[Tensor, ClipState, Any]] = {}
-        self._state = ClipState()
-        self._limits: Any = None
-        self._left: dict[str, Any] = {}
-
-    def options(self, params: Sequence[Tensor]) -> dict[str, Any]:
-        """The options of a call on a list, which is known by its first parameter and its length."""
-        if self._make is None:
-            return {}
-        key = id(params[0]), len(params)
-        if key not in self._known:
-            self._known[key] = params[0], ClipState(), self._make()
-        _, self._state, self._limits = self._known[key]
-        self._left = self._state.state_dict()
-        return {"state": self._state}
-
-    def assert_left_alone(self) -> None:
-        """The memory is that of before the call, which was refused."""
-        if self._make is not None:
-            left = self._state.state_dict()
-            assert left["steps"] == self._left["steps"]
-            assert_remembers(self.rule, values_of(self._left), values_of(left))
-
-    def truths(
-        self, grads: Sequence[Tensor], weights: Sequence[Tensor], places: Sequence[int]
-    ) -> list[np.ndarray]:
-        """The gradients after clipping, float64; `places` are theirs among all parameters."""
-        rule = self.rule
-        if rule.per_unit:
-            return [units.expected(g, w, rule) for g, w in zip(grads, weights, strict=True)]
-        norms = reference.norms(grads, rule.norm_type)
-        if isinstance(rule, ClipByRMS):
-            limits = [rule.max_rms * max(grad.numel(), 1) ** 0.5 for grad in grads]
-        elif rule.per_gradient:
-            limits = self._limits(norms, places)
-        else:
-            norm = reference.total_norm(grads, rule.norm_type)
-            norms, limits = ([of_all] * len(grads) for of_all in (norm, self._limits(norm)))
-        return [
-            units.wide(elements(grad)) * coefficient(norm, limit, rule.eps)
-            for grad, norm, limit in zip(grads, norms, limits, strict=True)
-        ]
 
 
 def elements(grad: Tensor) -> Tensor:
@@ -128,19 +55,6 @@ def assert_near(grad: Tensor, truth: np.ndarray, *, double: bool) -> None:
         atol=info.smallest_normal * info.eps,
         equal_nan=True,
     )
-
-
-def random_follower(choice: random.Random) -> Follower:
-    """A rule without a reference bit for bit."""
-    kind = choice.randrange(5)
-    if kind == 0:
-        return Follower(ClipByRMS(10 ** choice.uniform(-2, 1)))
-    if kind == 1:
-        return Follower(ClipByUnitNorm(10 ** choice.uniform(-2, 1), choice.choice([1e-3, 1.0])))
-    if kind == 2:
-        return Follower(choice.choice([ClipByGlobalNorm, ClipByNorm])(by_step), scheduled)
-    make, limits, numbers = choice.choice(ADAPTIVE)
-    return Follower(make(*numbers), lambda: limits(*numbers))
 
 
 def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None]:
