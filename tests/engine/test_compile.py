@@ -89,14 +89,9 @@ def assert_equals_eager(step, device):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
-def test_compiled_clip_equals_eager(device, rule):
-    assert_equals_eager(lambda params: tritonclip.clip_(params, rule), device)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("rule", RULES[1:])
-def test_compiled_clip_with_zero_policy_equals_eager(device, rule):
-    assert_equals_eager(lambda params: tritonclip.clip_(params, rule, nonfinite="zero"), device)
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+def test_compiled_clip_equals_eager(device, rule, policy):
+    assert_equals_eager(lambda params: tritonclip.clip_(params, rule, nonfinite=policy), device)
 
 
 @pytest.mark.covering(1)

@@ -122,17 +122,11 @@ def run_both(
 @RULES
 @UPDATES
 @pytest.mark.parametrize("target", TARGETS)
-def test_compiled_step_equals_eager(device, rule, update, target):
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["set to zero", "made anew"])
+def test_compiled_step_equals_eager(device, rule, update, target, set_to_none):
     """In one graph, which is compiled once."""
-    run_both(Training(device, rule, target, update) for _ in range(2))
-
-
-@pytest.mark.covering(1)
-@RULES
-@pytest.mark.parametrize("target", ["parameters", "named"])
-def test_compiled_step_takes_gradients_made_anew(device, rule, target):
-    """After `zero_grad(set_to_none=True)`, the default, `backward` makes new gradients."""
-    run_both((Training(device, rule, target, by_hand) for _ in range(2)), set_to_none=True)
+    both = (Training(device, rule, target, update) for _ in range(2))
+    run_both(both, set_to_none=set_to_none)
 
 
 @pytest.mark.covering(1)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from helpers.arena import ARENAS, Arena
+from helpers.arena import Arena, OptimizerArena, TorchArena
 from helpers.cases import INTERPRETED, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
@@ -29,6 +29,10 @@ RULES = [
     pytest.param(GLOBAL, id="global"),
     pytest.param(ClipByNorm(0.5), id="by-norm"),
     pytest.param(ClipByValue(-0.3, 0.2), id="by-value"),
+]
+CALLS = [
+    *(pytest.param(Arena, *rule.values, id=rule.id) for rule in RULES),
+    *(pytest.param(arena, GLOBAL, id=arena.__name__) for arena in (TorchArena, OptimizerArena)),
 ]
 MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
 # A launch takes the interpreter 0.1 s.
@@ -114,21 +118,11 @@ def left_alone(ours: Arena) -> Iterator[None]:
 @INSIDE
 @ORDERS
 @pytest.mark.parametrize("dtypes", LISTS)
-@pytest.mark.parametrize("rule", RULES)
-def test_list_is_clipped_inside_and_outside(device, rule, dtypes, order, context):
-    ours = Arena(new_sizes(), dtypes, device)
+@pytest.mark.parametrize(("arena", "rule"), CALLS)
+def test_list_is_clipped_inside_and_outside(device, arena, rule, dtypes, order, context):
+    ours = arena(new_sizes(), dtypes, device)
     for inside in order * TURNS:
         clip(ours, rule, CONTEXTS[context](device.type) if inside else ExitStack())
-
-
-@pytest.mark.covering(1 if INTERPRETED else 2)
-@INSIDE
-@ORDERS
-@pytest.mark.parametrize("arena", ARENAS)
-def test_every_call_is_right_inside_and_outside(device, arena, order, context):
-    ours = arena(new_sizes(), torch.float32, device)
-    for inside in order * TURNS:
-        clip(ours, GLOBAL, CONTEXTS[context](device.type) if inside else ExitStack())
 
 
 @ORDERS
@@ -149,49 +143,6 @@ def test_gradients_made_in_inference_mode_are_refused_outside(device, rule, orde
                 ours.call(rule)
 
 
-@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["grad", "no-grad"])
-@pytest.mark.parametrize("rule", RULES)
-def test_gradients_that_require_grad_are_clipped_in_every_grad_mode(device, rule, order):
-    sizes = new_sizes()
-    ours, others = (Arena(sizes, torch.float32, device) for _ in range(2))
-    for param in ours.params:
-        assert param.grad is not None
-        param.grad = param.grad.detach().requires_grad_()
-    ours.grads = [param.grad for param in ours.params if param.grad is not None]
-    for enabled in order * TURNS:
-        for arena in (ours, others):
-            with torch.no_grad():
-                arena.fill()
-            with torch.set_grad_enabled(enabled):
-                measured = arena.call(rule)
-            with torch.no_grad():
-                arena.assert_clipped(rule, measured)
-            assert measured is None or not measured.requires_grad
-
-
-@pytest.mark.parametrize("dtypes", LISTS)
-@pytest.mark.parametrize("rule", RULES)
-def test_need_clip_holds_from_the_next_call_on(device, rule, dtypes):
-    """Every choice of five parameters, each after another one."""
-    ours = Arena(new_sizes(), dtypes, device)
-    for turn in range(8 if INTERPRETED else 32):
-        # All 32 choices come up, for 13 is odd; several parameters change at a time.
-        chosen = turn * 13 % 32
-        for i, param in enumerate(ours.params):
-            setattr(param, "need_clip", bool(chosen >> i & 1))  # noqa: B010
-        if chosen:
-            ours.clip(rule)
-
-
-def test_need_clip_of_some_lists_leaves_equal_ones_alone(device):
-    sizes = new_sizes()
-    ours, others = Arena(sizes, device=device), Arena(sizes, device=device, seed=1)
-    for turn in range(4):
-        setattr(ours.params[turn], "need_clip", False)  # noqa: B010
-        for arena in (others, ours, others):
-            arena.clip(GLOBAL)
-
-
 @pytest.mark.parametrize("order", [("torch", "auto"), ("auto", "torch")], ids="-".join)
 @pytest.mark.parametrize("rule", RULES)
 def test_backend_holds_from_the_next_call_on(backend, rule, order):
@@ -210,47 +161,29 @@ def test_backend_that_cannot_serve_refuses_a_list_met_before():
             ours.call(GLOBAL)
 
 
-MANY = 12 if INTERPRETED else 120
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_more_lists_than_are_kept_are_clipped_in_turn(device, rule):
-    """Forwards, which finds none again where the oldest go first, and backwards."""
-    arenas = [Arena((n, 7), device=device, seed=n) for n in range(1, MANY + 1)]
-    for arena in [*arenas, *arenas, *reversed(arenas)]:
-        arena.clip(rule)
-
-
 FEW_OPERATORS = pytest.mark.skipif(INTERPRETED, reason="a launch is hundreds of operators here")
 
 
 @FEW_OPERATORS
 @pytest.mark.parametrize("dtypes", LISTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
-    """Before every tenth operator of a call, other lists are clipped: more than are kept."""
-    ours = Arena(new_sizes(), dtypes, device)
+@pytest.mark.parametrize("whose", ["equal", "others"])
+def test_list_is_clipped_while_others_are(device, whose, rule, dtypes):
+    """Before each operator of a call an equal list, or before every tenth more than are kept."""
+    sizes = new_sizes()
+    ours, equal = (Arena(sizes, dtypes, device, seed=seed) for seed in range(2))
     others = [parameters([normal(n, device=device), normal(9, device=device)]) for n in range(100)]
     operators = itertools.count()
 
     def meanwhile() -> None:
-        for params in others if next(operators) % 10 == 0 else []:
-            tritonclip.clip_(params, rule)
+        if whose == "equal":
+            equal.clip(rule)
+        elif next(operators) % 10 == 0:
+            for params in others:
+                tritonclip.clip_(params, rule)
 
     for _ in range(2):
         ours.clip(rule)
         mode = Dispatch(meanwhile)
         clip(ours, rule, mode)
         assert mode.calls > 0
-
-
-@FEW_OPERATORS
-@pytest.mark.parametrize("dtypes", [torch.float32, MIXED], ids=["float32", "mixed"])
-@pytest.mark.parametrize("rule", RULES)
-def test_list_is_clipped_while_equal_ones_are(device, rule, dtypes):
-    """Before each operator of a call, another list of the same shapes is clipped."""
-    sizes = new_sizes()
-    ours, theirs = (Arena(sizes, dtypes, device, seed=seed) for seed in range(2))
-    for _ in range(2):
-        clip(ours, rule, Dispatch(lambda: theirs.clip(rule)))
-        ours.clip(rule)

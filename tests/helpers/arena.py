@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -221,11 +220,3 @@ class FusedArena(OptimizerArena):
     fused = True
     # On a CPU, torch's fused optimizers read every gradient as a run of memory.
     layouts: Sequence[str] = LAYOUTS[:2]
-
-
-# Every way to clip by the global norm.
-ARENAS = [
-    pytest.param(Arena, id="clip_"),
-    pytest.param(TorchArena, id="clip_grad_norm_"),
-    pytest.param(OptimizerArena, id="optimizer"),
-]
