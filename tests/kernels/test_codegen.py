@@ -313,37 +313,27 @@ def test_main_loops_are_wide_in_machine_code(binary):
 
 
 @over(CUDA)
-def test_kernel_spills_nothing_on_cuda(binary):
-    usage = binary.usage()
-    assert usage["STACK"] == 0
-    assert usage["LOCAL"] == 0
-    assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
-
-
-@over(AMD)
-def test_kernel_spills_nothing_on_amd(binary):
-    counts = binary.counts()
-    assert counts["vgpr_spill_count"] == 0
-    assert counts["sgpr_spill_count"] == 0
-    assert counts["private_segment_fixed_size"] == 0
-
-
-@over(CUDA)
-def test_registers_leave_room_for_the_grid_on_cuda(binary):
+def test_kernel_spills_nothing_and_leaves_room_for_the_grid_on_cuda(binary):
     """65,536 registers a multiprocessor; a warp takes them in units of 256, so 8 a thread."""
-    registers = -(-binary.usage()["REG"] // 8) * 8
+    usage = binary.usage()
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
+    registers = -(-usage["REG"] // 8) * 8
     assert binary.programs >= 2
     assert binary.programs * binary.threads * registers <= 65536
 
 
 @over(AMD)
-def test_registers_leave_room_for_the_grid_on_amd(binary):
+def test_kernel_spills_nothing_and_leaves_room_for_the_grid_on_amd(binary):
     """A compute unit has 4 SIMDs, each with 512 vector registers a lane for all of its waves.
 
     A program of 8 waves puts 2 on each SIMD, so n programs leave 512 / 2n registers a lane, taken
     in units of 8: 128 for the two that the grid starts.
     """
+    counts = binary.counts()
+    assert counts["vgpr_spill_count"] == counts["sgpr_spill_count"] == 0
+    assert counts["private_segment_fixed_size"] == 0
     waves_a_simd = binary.programs * binary.threads // 64 // 4
-    registers = -(-binary.counts()["vgpr_count"] // 8) * 8
+    registers = -(-counts["vgpr_count"] // 8) * 8
     assert binary.programs >= 2
     assert waves_a_simd * registers <= 512
