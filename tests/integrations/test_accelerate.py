@@ -143,17 +143,3 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
     assert resumed.clipped.stats.summary() == whole.clipped.stats.summary()
     assert resumed.clipped.stats.steps == 2 * BATCHES
     assert_bits(resumed.plain.parameters(), whole.plain.parameters())
-
-
-def test_clip_grad_norm_clips_before_the_wrapper():
-    """Why the recipe does not call it: the wrapper then measures what is clipped already."""
-    run = Run()
-
-    for batch in run.loader:
-        run.accelerator.backward(loss_of(run.model, batch))
-        run.accelerator.clip_grad_norm_(run.model.parameters(), MAX_NORM / 2)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-    assert run.clipped.stats.steps == BATCHES
-    assert run.clipped.stats.clipped_steps == 0

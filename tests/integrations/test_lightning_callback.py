@@ -98,22 +98,19 @@ def assert_trained_by_hand(module, *arguments):
     return norms
 
 
-@pytest.mark.parametrize("kind", [Digits, Manual], ids=["automatic", "manual"])
-def test_callback_clips_once_a_step(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [(Digits, 1), (Digits, 3), (Manual, 1)],
+    ids=["automatic", "accumulate-3", "manual"],
+)
+def test_callback_clips_once_a_step(tmp_path, kind, accumulate):
     module = kind()
+    options = {"accumulate_grad_batches": accumulate} if kind is Digits else {}
 
-    stats = stats_of(fitted(tmp_path, module))
+    stats = stats_of(fitted(tmp_path, module, **options))
 
-    norms = assert_trained_by_hand(module)
+    norms = assert_trained_by_hand(module, accumulate)
     assert stats["steps"] == stats["clipped_steps"] == len(norms)
-
-
-def test_callback_clips_the_sum_of_accumulated_batches(tmp_path):
-    module = Digits()
-
-    fitted(tmp_path, module, accumulate_grad_batches=3)
-
-    norms = assert_trained_by_hand(module, 3)
     assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
 
 
@@ -166,15 +163,11 @@ def test_callback_reads_statistics_at_the_logging_interval_only(tmp_path, reads)
     assert [*logged(tmp_path, "clip/norm")] == [1, 3]
 
 
-def test_callback_can_be_silent(tmp_path):
-    trainer = fitted(tmp_path, Digits(), Clipping(MAX_NORM, log=False))
-
-    assert not any(name.startswith("clip") for name in trainer.callback_metrics)
-    assert stats_of(trainer)["clipped_steps"] == BATCHES
-
-
-def test_callback_logs_nothing_that_is_not_measured(tmp_path):
-    trainer = fitted(tmp_path, Digits(), Clipping(tritonclip.ClipByValue(1e-3)))
+@pytest.mark.parametrize(
+    "callback", [Clipping(tritonclip.ClipByValue(1e-3)), Clipping(MAX_NORM, log=False)]
+)
+def test_callback_logs_nothing_that_is_not_measured_or_asked_for(tmp_path, callback):
+    trainer = fitted(tmp_path, Digits(), callback)
 
     assert not any(name.startswith("clip") for name in trainer.callback_metrics)
     assert stats_of(trainer)["steps"] == BATCHES
@@ -221,15 +214,11 @@ def test_learning_rates_are_monitored_as_before(tmp_path):
     assert "lr-ClippedOptimizer" not in trainer.callback_metrics
 
 
-def test_policy_reaches_the_wrapper(tmp_path):
-    trainer = fitted(tmp_path, Digits(), Clipping(MAX_NORM, nonfinite="skip"))
+def test_policy_and_recorder_reach_the_wrapper(tmp_path, recorders):
+    options: Any = {"nonfinite": "skip", "recorder": "ours"}
+    trainer = fitted(tmp_path, Digits(), Clipping(MAX_NORM, **options))
 
     assert trainer.optimizers[0].nonfinite == "skip"
-
-
-def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    fitted(tmp_path, Digits(), Clipping(MAX_NORM, recorder=cast(Any, "ours")))
-
     assert recorders == ["ours"]
 
 

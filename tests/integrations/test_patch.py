@@ -52,28 +52,20 @@ def test_modules_that_hold_a_function_get_ours_and_then_torchs_again(trainer, na
         assert replaced is not TORCHS[name]
         assert getattr(trainer, name) is replaced
         assert f"{name} in " in str(patch)
+        # By another name, too.
+        assert trainer.clip is torch.nn.utils.clip_grad_norm_
+        assert "clip in a_trainer" in str(patch)
         # As code that is imported later finds it.
         later = types.ModuleType("imported_later")
         sys.modules["imported_later"] = later
         setattr(later, name, replaced)
     try:
         assert getattr(trainer, name) is TORCHS[name]
+        assert trainer.clip is TORCHS["clip_grad_norm_"]
         assert getattr(later, name) is TORCHS[name]
     finally:
         del sys.modules["imported_later"]
     assert_torchs_own()
-
-
-def test_another_name_of_a_function_is_reached(trainer):
-    with tritonclip.patch_torch() as patch:
-        assert trainer.clip is torch.nn.utils.clip_grad_norm_
-        assert "clip in a_trainer" in str(patch)
-    assert trainer.clip is TORCHS["clip_grad_norm_"]
-
-
-def test_torchs_functions_call_each_other_as_before():
-    with tritonclip.patch_torch():
-        assert torch.nn.utils.clip_grad._get_total_norm is TORCHS["get_total_norm"]
 
 
 def test_the_first_of_nested_patches_may_be_removed_first():
@@ -174,33 +166,26 @@ def test_an_iterator_is_read_once_for_both_functions():
     assert norm.item() == 5.0
 
 
-def test_a_recorder_takes_each_norm_and_its_limit(tmp_path):
+def test_a_recorder_takes_each_norm_and_its_limit_once(tmp_path):
+    """Also by two calls, as torchtitan clips: one measures, the other one scales."""
     path = tmp_path / "norms.csv"
     with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
         for size in (5.0, 0.5):
             params = parameters([torch.tensor([size])])
             torch.nn.utils.clip_grad_norm_(params, max_norm=1.0)
             torch.nn.utils.get_total_norm([size * torch.ones(1)])
+        params = parameters([torch.tensor([3.0, 4.0])])
+        norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
+        torch.nn.utils.clip_grads_with_norm_(params, 1.0, total_norm=norm)
     history = read(path)
-    assert history.norms.tolist() == [5.0, 0.5]
-    assert history.limits.tolist() == [1.0, 1.0]
+    assert history.norms.tolist() == [5.0, 0.5, 5.0]
+    assert history.limits.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_recorder_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="recorder must be a Recorder or None, got str; make one"):
         tritonclip.patch_torch(recorder="norms.csv")  # type: ignore[arg-type]
     assert_torchs_own()
-
-
-def test_each_norm_and_limit_of_two_calls_is_recorded_once(tmp_path):
-    """As torchtitan clips: one function measures, the other one scales."""
-    path = tmp_path / "norms.csv"
-    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
-        params = parameters([torch.tensor([3.0, 4.0])])
-        norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
-        torch.nn.utils.clip_grads_with_norm_(params, 1.0, total_norm=norm)
-    history = read(path)
-    assert (history.norms.tolist(), history.limits.tolist()) == ([5.0], [1.0])
 
 
 def test_a_wrapper_beside_a_patched_call_warns_of_a_second_clip():
@@ -231,7 +216,9 @@ def test_a_compiled_call_takes_the_patched_function(fullgraph):
 
 
 def test_torchs_function_stays_reachable():
+    """And torch's functions call each other as before."""
     with tritonclip.patch_torch():
+        assert torch.nn.utils.clip_grad._get_total_norm is TORCHS["get_total_norm"]
         assert original_of(torch.nn.utils.clip_grad_norm_) is TORCHS["clip_grad_norm_"]
     assert original_of(torch.nn.utils.clip_grad_norm_) is TORCHS["clip_grad_norm_"]
     assert original_of(len) is len

@@ -113,6 +113,7 @@ def test_log_writes_the_norm_before_clipping(tmp_path):
 
     trained(tmp_path, Trainer, callbacks=[hand])
     assert column(trainer, "clip/norm") == report.norms == hand.norms
+    assert column(trainer, "grad_norm") == hand.norms
     assert column(trainer, "clip/clipped_share")[-1] == stats_of(trainer)["clipped_share"]
 
 
@@ -125,26 +126,17 @@ def test_log_leaves_evaluation_alone(tmp_path):
     assert not any(name.startswith("clip/") for name in metrics)
 
 
-def test_grad_norm_of_the_trainer_is_that_before_clipping(tmp_path):
-    trainer = trained(tmp_path)
-
-    assert column(trainer, "grad_norm") == column(trainer, "clip/norm")
-
-
-def test_statistics_are_read_at_the_logging_interval_only(tmp_path, reads):
-    trained(tmp_path, logging_steps=3)
-
-    assert len(reads) == STEPS // 3
-
-
-def test_gradients_are_measured_by_the_wrapper_alone(tmp_path, monkeypatch):
+def test_the_wrapper_measures_and_is_read_at_the_logging_interval_only(
+    tmp_path, reads, monkeypatch
+):
     """With max_grad_norm=0 a Trainer of today still measures, by an infinite limit."""
     calls = []
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **_: calls.append(args))
 
-    trained(tmp_path)
+    trained(tmp_path, logging_steps=3)
 
     assert calls == []
+    assert len(reads) == STEPS // 3
 
 
 def test_rules_that_measure_nothing_log_nothing(tmp_path):
