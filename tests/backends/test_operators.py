@@ -77,6 +77,7 @@ def test_norms_hold_where_float32_holds_no_squares(factor, sizes, dtype):
 
 
 # What the first gradient has, and what the last one has.
+BAD: list[tuple[list[float], list[float]]]
 BAD = [([math.nan], []), ([math.inf], []), ([-math.inf], []), ([math.inf, -math.inf], [])]
 BAD += [([math.inf], [math.nan]), ([math.nan], [math.inf])]
 
