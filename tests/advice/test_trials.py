@@ -264,7 +264,7 @@ def calling(*others: Any, **named: Any) -> Any:
         (yielding(torch.ones(8)), TypeError, "yielded Tensor of shape (8,)"),
         (returning("0.1"), TypeError, "returned str; expected the loss alone"),
         (yielding(math.nan), ValueError, "first loss is nan"),
-        (lambda clip: (1.0 for _ in ()), ValueError, "ended after 0 of 8 steps"),
+        (lambda clip: (1.0 for _ in ()), ValueError, "train yielded no loss; expected a generator"),
         (lambda clip: (1.0 for _ in range(7)), ValueError, "over its batches again, or steps=7"),
         (training(lambda: make(0.0)), ValueError, "changed no parameter, so that no limit"),
         (

@@ -181,6 +181,11 @@ REFUSED: dict[str, Any] = {
         TypeError,
         r"parameters\[0\] is a _Subclass .*plain tensors only",
     ),
+    "float8": (
+        lambda: [torch.zeros(2).to(torch.float8_e5m2).requires_grad_()],
+        TypeError,
+        r"parameters\[0\] has dtype torch.float8_e5m2; clip in float32 or bfloat16",
+    ),
     "computed": (
         lambda: [torch.ones(2, requires_grad=True) * 2],
         ValueError,

@@ -142,6 +142,8 @@ def _run(
         clipping.is_over = True
         next(running)
     except StopIteration as end:
+        if not losses:
+            raise ValueError(f"train yielded no loss; {_TRAIN}") from None
         if len(losses) < steps:
             raise ValueError(
                 f"train ended after {len(losses)} of {steps} steps; expected it to go on, over its "

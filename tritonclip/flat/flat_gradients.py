@@ -15,6 +15,7 @@ from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.arguments import PLAIN, GradientSource, labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import flat_size
+from tritonclip.engine.plan import FLOAT8
 from tritonclip.messages import join_names
 from tritonclip.modes import is_observed, outside_inference, without_grad
 from tritonclip.rules import Rule
@@ -205,6 +206,11 @@ def _refuse(label: str, parameter: Tensor) -> None:
             raise TypeError(
                 f"{noun} is a {type(tensor).__name__} of layout {tensor.layout}; FlatGradients "
                 "holds dense gradients of plain tensors only"
+            )
+        if tensor.dtype in FLOAT8:
+            raise TypeError(
+                f"{noun} has dtype {tensor.dtype}; clip in float32 or bfloat16, before it is "
+                "converted"
             )
         if tensor.shape != parameter.shape:
             raise ValueError(
