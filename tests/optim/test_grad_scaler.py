@@ -1,12 +1,14 @@
 """A wrapper under a GradScaler, torch's and ours: unscaled once, clipped unscaled, steps judged.
 
 The truth is a loop without any scaler: gradients as they are without a loss scale, clipped by hand
-in float64, the bare optimizer stepped where they are finite, the scale kept by hand.
+in float64, the bare optimizer stepped where they are finite, the scale kept by hand. Overflows skip
+the step and lower the scale. Some calls are refused for a wrapper, or after a step that raised.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import tritonclip
-from helpers.cases import assert_bits, assert_norm, copies
+from helpers.cases import assert_bits, assert_norm, copies, grad_of
 from helpers.loss_scale import (
     SCALE,
     UNSCALED_BEFORE,
@@ -27,9 +29,25 @@ from helpers.loss_scale import (
     spoiled,
     weight_under,
 )
-from helpers.training import PLAIN_AND_FUSED, new_params, wrapped
+from helpers.serving import decided_on_device
+from helpers.training import (
+    INNERS,
+    PLAIN_AND_FUSED,
+    POLICIES,
+    SCALERS,
+    new_params,
+    unchanged,
+    wrapped,
+)
 from tritonclip import ClipByGlobalNorm, ClipByValue, ClippedOptimizer
 from tritonclip.backends.operators import TorchBatch
+
+SCALED = torch.tensor([3072.0, 4096.0])
+
+
+def assert_moved(weight: Tensor) -> None:
+    """By one step on [3, 4], clipped to 1."""
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
 def test_scaler_run_is_right_for_momentum_that_starts_late(scaler):
@@ -119,7 +137,7 @@ def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
     """As of a package with a scaler of its own, which sets both and deletes both."""
     weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=True)
     for overflow, expected in ((1.0, [0.0, 0.0]), (0.0, [-0.6, -0.8])):
-        weight.grad = torch.tensor([3072.0, 4096.0])
+        weight.grad = SCALED.clone()
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(overflow)
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf
@@ -170,13 +188,19 @@ def counted_step(
 
 
 @pytest.mark.usefixtures("operators")
-def test_scaler_reads_and_writes_gradients_once(monkeypatch, make, rule):
-    """By our scaler: one measuring pass, one writing pass, no pass of torch's own."""
+def test_scaler_reads_and_writes_gradients_once(monkeypatch, scaler_type, make, rule):
+    """By our scaler: one measuring pass, one writing pass, no pass of torch's own, which looks at
+    the gradients before the wrapper measures them.
+    """
     params, optimizer = wrapped(make, rule)
-    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
+    scaler = scaler_type("cpu", init_scale=SCALE)
     backward(scaler, params, grads_at(2))
     calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls["measured"], calls["asked"], calls["torchs"]) == (1, 1, 0)
+    of_torch = scaler_type is not tritonclip.GradScaler
+    # A clamp needs no norm once torch has looked.
+    measured = not (of_torch and isinstance(rule, ClipByValue))
+    assert (calls["measured"], calls["torchs"]) == (measured, of_torch)
+    assert of_torch or calls["asked"] == 1
 
 
 @pytest.mark.usefixtures("operators")
@@ -214,11 +238,263 @@ def test_scaler_overflow_writes_no_gradient(monkeypatch):
     assert (calls["measured"], calls["asked"], calls["torchs"]) == (1, 0, 0)
 
 
-@pytest.mark.usefixtures("operators")
-def test_scaler_of_torch_reads_in_a_pass_of_its_own(monkeypatch, make):
-    """What ours saves: torch's scaler looks at the gradients before the wrapper measures them."""
+def test_error_is_raised_for_what_came_after_the_scaler_looked(scaler, make):
+    """It found no overflow, so that NaN is an error of the program."""
+    params, optimizer = wrapped(make, 1.0, nonfinite="error")
+    backward(scaler, params, grads_at(0))
+    scaler.unscale_(optimizer)
+    grad_of(params[1]).fill_(torch.nan)
+    error = pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[1\]")
+    with error, unchanged(params, optimizer):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("make", INNERS)
+def test_scaler_run_is_right_after_overflows_from_the_start(scaler, make):
+    """torch's fused SGD takes its momentum for filled after a first step that did not happen."""
+    params, twins = new_params(), new_params()
+    optimizer, bare = ClippedOptimizer(make(params), 1.0), make(twins)
+    for _ in range(2):
+        scaled_step(scaler, optimizer, params, spoiled(grads_at(0)))
+    assert_bits(params, copies(twins))
+    for step in range(4):
+        scaled_step(scaler, optimizer, params, grads_at(step))
+        hand_step(bare, twins, grads_at(step), ClipByGlobalNorm(1.0))
+        assert_same_run(params, twins)
+
+
+def test_scaler_judges_two_optimizers_apart(scaler, make):
+    """One overflows and stays; the other steps, and is not skipped; the scale backs off once."""
+    first, second, twins = new_params(), new_params(), new_params()
+    one, other = ClippedOptimizer(make(first), 1.0), ClippedOptimizer(make(second), 1.0)
+    before = copies(first)
+    backward(scaler, first, spoiled(grads_at(1)))
+    backward(scaler, second, grads_at(1))
+    scaler.step(one)
+    scaler.step(other)
+    scaler.update()
+    hand_step(make(twins), twins, grads_at(1), ClipByGlobalNorm(1.0))
+    assert_bits(first, before)
+    assert_same_run(second, twins)
+    assert (int(one.stats.steps), int(other.stats.steps)) == (0, 1)
+    assert scaler.get_scale() == SCALE / 2
+
+
+def steps_called(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: list[Tensor], unscale: bool
+) -> list[str]:
+    """The step hooks that run in four steps, the third of which overflows."""
+    log: list[str] = []
+    number = 0
+    optimizer.register_step_pre_hook(lambda *_: log.append(f"before {number}"))
+    optimizer.register_step_post_hook(lambda *_: log.append(f"after {number}"))
+    for number in range(4):
+        grads = spoiled(grads_at(0)) if number == 2 else grads_at(number)
+        scaled_step(scaler, optimizer, params, grads, unscale=unscale)
+    return log
+
+
+@pytest.mark.covering(2)
+@UNSCALED_BEFORE
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", INNERS)
+def test_scaler_overflow_calls_step_as_torch_does(scaler, make, policy, unscale):
+    """Not at all, so that an average of weights does not count it, unless the device decides."""
+    params, twins = new_params(), new_params()
+    optimizer, bare = ClippedOptimizer(make(params), 1.0, nonfinite=policy), make(twins)
+    ours = steps_called(scaler, optimizer, params, unscale)
+    torchs = steps_called(torch.amp.GradScaler("cpu", init_scale=SCALE), bare, twins, unscale)
+    assert ours == torchs
+    assert ("after 2" in ours) == bool(bare.param_groups[0].get("fused"))
+    assert int(optimizer.stats.steps) == 3
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"skip_above": 100.0}], ids=str)
+def test_scaler_calls_no_step_that_the_wrapper_skips(options):
+    params, optimizer = wrapped(SGD, 1.0, **options)
+    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
+    log: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: log.append("before"))
+    optimizer.register_step_post_hook(lambda *_: log.append("after"))
+    backward(scaler, params, grads_at(0))
+    scaler.unscale_(optimizer)
+    # The scaler has looked.
+    grad_of(params[1]).fill_(torch.nan if "nonfinite" in options else 1e4)
+    with unchanged(params, optimizer):
+        scaler.step(optimizer)
+    scaler.update()
+    assert (log, int(optimizer.stats.skipped_steps)) == ([], 1)
+    scaled_step(scaler, optimizer, params, grads_at(0))
+    assert (log, int(optimizer.stats.steps)) == (["before", "after"], 1)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"nonfinite": policy} for policy in POLICIES), {"skip_above": 1e9}], ids=str
+)
+def test_scaler_and_wrapper_read_one_flag_of_the_device(monkeypatch, options):
+    """An error is raised after a second one. A read is a wait on a GPU."""
+    params, optimizer = wrapped(SGD, 1.0, **options)
+    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
+    backward(scaler, params, grads_at(0))
+    seen = []
+
+    def read(flag: Tensor) -> bool:
+        seen.append(flag)
+        return bool(flag.item())
+
+    monkeypatch.setattr(Tensor, "__bool__", read)
+    with decided_on_device():
+        scaler.step(optimizer)
+    monkeypatch.undo()
+    assert len(seen) == (2 if "error" in options.get("nonfinite", "") else 1)
+
+
+@UNSCALED_BEFORE
+def test_scaler_refuses_calls_in_another_order(scaler, make, unscale):
     params, optimizer = wrapped(make)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    backward(scaler, params, grads_at(2))
-    calls = counted_step(monkeypatch, scaler, optimizer)
-    assert (calls["measured"], calls["torchs"]) == (1, 1)
+    backward(scaler, params, grads_at(1))
+    if unscale:
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        scaler.unscale_(optimizer)
+    error = pytest.raises(RuntimeError, match=r"step\(\) has already been called since")
+    with error, unchanged(params, optimizer):
+        scaler.step(optimizer)
+
+
+def test_scaler_without_gradients_asserts_as_torch(scaler, make):
+    """In `step` or, for an optimizer that takes the scale itself, in `update`."""
+    _, optimizer = wrapped(make)
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded"):
+        scaled_step(scaler, optimizer, [torch.ones((), requires_grad=True)], [torch.ones(())])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_refuses_a_closure(scaler_type, fused):
+    """By name as torch; torch's scaler hands one by position on."""
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: 1.0)
+    if scaler_type is tritonclip.GradScaler:
+        with pytest.raises(RuntimeError, match=r"closure computes gradients after .*: call back"):
+            scaler.step(optimizer, lambda: torch.tensor(1.0))
+    assert_bits([weight, grad_of(weight)], [torch.zeros(2), SCALED])
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["direct", "unscale_"])
+@pytest.mark.parametrize(
+    ("scaler_type", "fused"),
+    [(torch.amp.GradScaler, True), (tritonclip.GradScaler, True), (tritonclip.GradScaler, False)],
+    ids=["torch-fused", "tritonclip-fused", "tritonclip-plain"],
+)
+def test_scaler_refuses_a_second_loss_scale(scaler_type, fused, unscaled):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"a loss scale; expected one of the two"):
+        scaler.step(optimizer, grad_scale=8.0)
+    scaler.step(optimizer)
+    assert_moved(weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaler_type", [*SCALERS, None])
+def test_loss_scale_that_was_set_by_hand_is_refused(scaler_type, fused):
+    """With the argument to write; it does not stay."""
+    weight, optimizer, scaler = weight_under(scaler_type or torch.amp.GradScaler, fused=fused)
+    step = optimizer.step if scaler_type is None else partial(scaler.step, optimizer)
+    optimizer.grad_scale = 8.0
+    with pytest.raises(RuntimeError, match=r"expected .* optimizer\.step\(grad_scale=scale\)"):
+        step()
+    assert_bits([weight, grad_of(weight)], [torch.zeros(2), SCALED])
+    with pytest.raises(AttributeError, match="no loss scale is set"):
+        _ = optimizer.grad_scale
+    optimizer.step(grad_scale=1024.0)
+    assert_moved(weight)
+
+
+@pytest.mark.parametrize("how", ["position", "name"])
+def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
+    weight, optimizer, _ = weight_under(scaler_type)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (weight * torch.tensor([30.0, 40.0])).sum() + 7
+        loss.backward()
+        return loss
+
+    scaler = scaler_type("cpu", enabled=False)
+    given = {"closure": closure} if how == "name" else {}
+    loss = scaler.step(optimizer, *(() if given else (closure,)), **given)
+    assert loss is not None
+    assert float(torch.as_tensor(loss).detach()) == 7
+    assert_moved(weight)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
+@pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}], ids=["plain", "fused"])
+def test_scaler_is_right_after_a_step_that_raised(scaler, mode, again):
+    """What a scaler leaves at the optimizer for one step must not scale or skip the next one."""
+    params, twins = new_params(), new_params()
+    optimizer = ClippedOptimizer(SGD(params, lr=0.1, **mode), 1.0)
+    backward(scaler, params, grads_at(1))
+    interrupt(partial(scaler.step, optimizer), optimizer)
+    scaler.update()
+    following = scaler if again else torch.amp.GradScaler("cpu", enabled=False)
+    scaled_step(following, optimizer, params, grads_at(2))
+    hand_step(SGD(twins, lr=0.1), twins, grads_at(2), ClipByGlobalNorm(1.0))
+    assert_same_run(params, twins)
+
+
+def interrupt(step, optimizer):
+    """Takes a step that ends in the pre-hooks of an optimizer, the wrapper or the wrapped one."""
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        step()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_gradients_that_a_failed_step_divided_are_refused_until_zero_grad(scaler_type, fused):
+    """Torch's scaler divides those of an optimizer that is not fused, and remembers it."""
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    interrupt(partial(scaler.step, optimizer), optimizer.optimizer)
+    if scaler_type is tritonclip.GradScaler or fused:
+        for step in (partial(scaler.step, optimizer), optimizer.step):
+            error = pytest.raises(RuntimeError, match=r"divided .* by the loss scale; .* zero_grad")
+            with error, unchanged([weight], grads=True):
+                step()
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
+    scaler.step(optimizer)
+    assert_moved(weight)
+
+
+def test_step_under_a_loss_scale_after_one_that_raised():
+    """Nothing is refused where the failed step had not divided yet, nor after it updated."""
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    step = partial(optimizer.step, grad_scale=1024.0)
+    interrupt(step, optimizer)
+    step()
+    assert_moved(weight)
+    interrupt(step, optimizer.optimizer)
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_step_after_one_that_raised_without_a_loss_scale_clips_again():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    weight.grad = torch.tensor([30.0, 40.0])
+    interrupt(optimizer.step, optimizer.optimizer)
+    optimizer.step()
+    assert_moved(weight)
+    assert int(optimizer.stats.steps) == 1
