@@ -264,6 +264,17 @@ def wraps(inner: Any, rule: Any = 1.0, **options: Any) -> Callable[[Fresh], obje
     return lambda f: ClippedOptimizer(inner(f) if callable(inner) else inner, rule, **options)
 
 
+def with_options(name: str, *values: Any) -> list[Any]:
+    """Wrappers made with a wrong value, and one to which it is given."""
+    return [
+        meet for value in values for meet in (wraps(inner_of, **{name: value}), set_to(name, value))
+    ]
+
+
+def scaled(scale: Any) -> Callable[[Fresh], object]:
+    return lambda f: f.optimizer.step(grad_scale=scale)
+
+
 def inner_of(f: Fresh) -> Optimizer:
     return f.inner
 
@@ -373,7 +384,19 @@ OF_THE_THIRD = r"param_groups\[2\]\['clip'\]: .*got .*; None clips nothing"
 DIFFERENTIABLE = r"param_groups\[\d\] has differentiable=True, .* clip of tritonclip\.functional"
 OVERLAP = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] overlap in memory"
 POLICY = "nonfinite must be 'propagate', 'error', 'zero' or 'skip', got "
+SKIPS = "max_consecutive_skips"
 OPTIMIZERS: list[Refused] = [
+    (ValueError, "skip_above must be 0 or more", *with_options("skip_above", -1.0, NAN)),
+    (TypeError, "skip_above must be a number .* an Outlier", *with_options("skip_above", "6 s")),
+    (TypeError, "skip_above must be a number", *with_options("skip_above", EACH)),
+    (ValueError, f"{SKIPS} must be 1 or more", *with_options(SKIPS, 0)),
+    (TypeError, f"{SKIPS} must be an integer", *with_options(SKIPS, 1.5)),
+    (ValueError, "expected nonfinite='skip' or skip_above", *with_options(SKIPS, 2)),
+    (TypeError, "must be a Recorder or None, got str.*record", *with_options("recorder", "a.csv")),
+    (ValueError, "grad_scale must be positive", scaled(0.0)),
+    (TypeError, "grad_scale must be a number", scaled("8")),
+    (ValueError, "must be a one-element", scaled(torch.ones(2))),
+    (TypeError, r"pass its get_scale\(\)", scaled(torch.amp.GradScaler("cpu"))),
     (
         TypeError,
         r"must be a torch\.optim\.Optimizer .*, got (NoneType|Linear|type|Const\w*); expected one",
@@ -463,9 +486,22 @@ def of_own(name: str, value: Any) -> list[Any]:
     return [clips(rule), wraps(inner_of, rule)]
 
 
+def saved_state(**changed: Any) -> dict[str, Any]:
+    return {"kind": "", "steps": 0, "parameters": None, "values": None, **changed}
+
+
+NO_STATES: list[Any] = [
+    *({}, [1], None, saved_state(kind=7), saved_state(steps=-3), saved_state(parameters=-1)),
+    *(saved_state(values=[1.0, []]), saved_state(values=[2**1024])),
+]
 NUMBERS = (-1.0, -1e-30, NAN), (True, "big", None, [1.0], 1j)
 ON_A_CPU = r"on the CPU, got one on meta.*item\(\)"
 RULES: list[Refused] = [
+    (
+        ValueError,
+        r"ClipState\.state_dict",
+        *(lambda f, wrong=wrong: f.state.load_state_dict(wrong) for wrong in NO_STATES),
+    ),
     *((ValueError, name, *by_norms(name, NUMBERS[0])) for name in ("max_norm", "norm_type", "eps")),
     *((TypeError, name, *by_norms(name, NUMBERS[1])) for name in ("max_norm", "norm_type", "eps")),
     (ValueError, r"max_norm.*-3\.5", *by_norms("max_norm", [-3.5])),

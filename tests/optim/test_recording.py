@@ -1,28 +1,273 @@
-"""A wrapper with a recorder: every step in the file, with its norm, limit and verdict."""
+"""A wrapper with a recorder: every step in the file, with the norms of each parameter."""
 
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import SGD
 
 import tritonclip
-from helpers.cases import grad_of
+from helpers import reference
+from helpers.cases import (
+    CHUNK,
+    FLOATS,
+    assert_bits,
+    assert_norm,
+    copies,
+    grad_of,
+    normal,
+    parameters,
+)
 from helpers.training import (
+    count_readings,
+    give_grads,
+    new_params,
     sgd,
     step_on,
     unchanged,
     wrapped,
 )
-from tritonclip import ClippedOptimizer
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClippedOptimizer,
+)
+from tritonclip.backends.native import NativeBatch
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def rows_after(
+    path: Path,
+    params: Any,
+    rule: Any,
+    prepare: Sequence[Callable[[], object]] = (lambda: None,),
+    *,
+    grad_scale: Any = None,
+    **options: Any,
+) -> list[dict[str, str]]:
+    """The rows of steps, each after its preparation, on parameters or groups."""
+    with tritonclip.record(path, each=True) as recorder:
+        optimizer = ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
+        for one in prepare:
+            one()
+            optimizer.step(grad_scale=grad_scale)
+    return rows_of(path)
+
+
+def each_of(row: dict[str, str]) -> Tensor:
+    """The norms by name of a row, in order."""
+    found = [float(cell) for name, cell in row.items() if name.startswith("norm/")]
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def step_of(tmp_path: Path, params: Any, rule: Any = 1.0, **options: Any) -> dict[str, str]:
+    """The row of one step with the gradients that are there."""
+    (row,) = rows_after(tmp_path / "run.csv", params, rule, **options)
+    return row
+
+
+RULES = [
+    pytest.param(ClipByGlobalNorm(0.5), 2, id="global"),
+    pytest.param(ClipByNorm(0.5), 1, id="by-norm"),
+    pytest.param(ClipByQuantile(), 2, id="quantile"),
+    pytest.param(ClipByOwnHistory(), 1, id="own-history"),
+    # They serve the norm of all too.
+    pytest.param(ClipByValue(0.5), 1, id="by-value"),
+    pytest.param(ClipByGlobalNorm(0.5, math.inf), 2, id="global-inf"),
+]
+
+
+@pytest.mark.parametrize(("rule", "n"), RULES)
+def test_norms_take_a_reading_unless_the_rule_measures_them(
+    tmp_path, device, verbs, monkeypatch, rule, n
+):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    readings = count_readings(monkeypatch, verbs)
+    row = step_of(tmp_path, params, rule)
+    assert len(readings) == n
+    assert_norm(each_of(row), reference.norms(grads))
+    total = reference.total_norm(grads, rule.norm_type if n == 2 else 2.0)
+    assert float(row["norm"]) == pytest.approx(total, rel=1e-6)
+
+
+def test_norms_beside_norms_of_units(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, params, ClipByUnitNorm(0.5))
+    assert_norm(each_of(row), reference.norms(grads))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 1e-200], ids=str)
+def test_each_norm_is_right_at_every_size(tmp_path, device, dtype, scale):
+    if scale != 1.0 and dtype.itemsize < (8 if scale == 1e-200 else 4):
+        pytest.skip("does not fit the dtype")
+    sizes = (0, 1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
+    grads = [normal(n, dtype, device, seed) * scale for seed, n in enumerate(sizes)]
+    # One gradient counts beside much larger ones.
+    grads[2] *= 1e-4
+    row = step_of(tmp_path, parameters(grads), math.inf)
+    found = [float(cell) for name, cell in row.items() if name.startswith("norm/")]
+    assert found == pytest.approx(reference.norms(grads), rel=1e-6, abs=1e-44)
+    assert float(row["norm"]) == pytest.approx(reference.total_norm(grads), rel=1e-6)
+
+
+def test_dtypes_complex_and_strided_gradients_mix(tmp_path, device):
+    grads = [
+        normal((9, 4), torch.float32, device).t(),
+        normal(40, torch.bfloat16, device, 1),
+        normal((5, 3), torch.float64, device, 2),
+        normal(17, torch.complex64, device, 3),
+        torch.tensor(-2.0, device=device),
+    ]
+    before = copies(grads)
+    row = step_of(tmp_path, parameters(grads), 0.1)
+    assert_norm(each_of(row), reference.norms(before))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_norms_that_are_not_finite_stay_with_their_gradient(tmp_path, device, value):
+    params = new_params(device=device)
+    give_grads(params, bad=value)
+    first, bad, last = each_of(step_of(tmp_path, params)).tolist()
+    assert math.isfinite(first)
+    assert math.isfinite(last)
+    assert math.isnan(bad) if math.isnan(value) else bad == math.inf
+
+
+def test_recording_changes_no_bit_of_a_step(tmp_path, device):
+    sizes = (3, CHUNK + 1, 5 * CHUNK)
+    trained = []
+    path = tmp_path / "run.csv"
+    for recorder in (None, tritonclip.record(path, each=True)):
+        params = parameters([normal(n, device=device, seed=n) for n in sizes])
+        optimizer = ClippedOptimizer(sgd(params), 0.1, recorder=recorder)
+        optimizer.step()
+        trained.append([*params, optimizer.stats.last_norm])
+    assert_bits(*trained)
+
+
+def test_nothing_waits_for_the_device():
+    """Parameters whose values nobody can read: whoever asks for one gets a RuntimeError."""
+    params = parameters([torch.empty(n, device="meta") for n in (3, 9000)])
+    recorder = tritonclip.record("run.csv", each=True, write=False)
+    optimizer = ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
+    for _ in range(2):
+        optimizer.step()
+    assert recorder.steps == 2
+
+
+def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
+    """One parameter under the shared rule, one under a rule, one that is not clipped."""
+    rules: list[dict[str, Any]] = [{}, {"clip": ClipByNorm(0.5)}, {"clip": None}]
+    return [{"params": [p], **rule} for p, rule in zip(params, rules, strict=True)]
+
+
+def test_every_group_has_its_norms(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, groups_of(params))
+    found = [float(row[f"norm/param_groups[{name}]['params'][0]"]) for name in range(3)]
+    assert found == pytest.approx(reference.norms(grads), rel=1e-6)
+    assert float(row["norm/group1"]) == pytest.approx(found[1], rel=1e-6)
+
+
+def test_norms_are_of_gradients_divided_by_the_loss_scale(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    for param in params:
+        grad_of(param).mul_(8)
+    row = step_of(tmp_path, params, 1e9, grad_scale=torch.tensor(8.0, device=device))
+    assert_norm(each_of(row), reference.norms(grads))
+
+
+def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
+    params = new_params(device=device)
+
+    def second():
+        give_grads(params, 1)
+        params[0].grad = None
+        params[1].need_clip = False  # type: ignore[attr-defined]
+
+    def third():
+        for param in params:
+            param.grad = None
+
+    prepare = [lambda: give_grads(params), second, third]
+    rows = rows_after(tmp_path / "run.csv", params, 1.0, prepare)
+    cells = [[row[name] for name in row if name.startswith("norm/")] for row in rows]
+    assert all(map(float, cells[0]))
+    assert [cells[1][0], cells[1][1]] == ["0.0", ""]
+    assert float(cells[1][2]) == pytest.approx(reference.norms([normal((), seed=12)])[0], rel=1e-6)
+    assert cells[2] == ["0.0", "", "0.0"]
+
+
+def test_a_gradient_of_two_parameters_counts_once(tmp_path, device):
+    params = new_params(((3,), (3,)), device)
+    params[0].grad = params[1].grad = normal(3, device=device)
+    norm = reference.norms([grad_of(params[0])])[0]
+    row = step_of(tmp_path, params, 1e9)
+    first, second = (row[name] for name in row if name.startswith("norm/"))
+    assert float(row["norm"]) == pytest.approx(norm, rel=1e-6)
+    assert float(first) == pytest.approx(norm, rel=1e-6)
+    assert second == ""
+
+
+def test_names_follow_parameters_that_are_exchanged(tmp_path):
+    params = new_params()
+    optimizer = ClippedOptimizer(SGD([("a", params[0]), ("b", params[1])], lr=0.1), 1.0)
+    recorder = optimizer.recorder = tritonclip.record(tmp_path / "run.csv", each=True)
+    step_on(params, optimizer)
+    group = optimizer.param_groups[0]
+    group["params"].append(params[2])
+    group["param_names"] = ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"same names at every step.*different: c"):
+        optimizer.step()
+    recorder.close()
+
+
+def test_parameters_that_share_a_name_share_a_norm(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, [{"params": [("weight", p)]} for p in params[:2]])
+    assert float(row["norm/weight"]) == pytest.approx(reference.total_norm(grads[:2]), rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["error", "skip", "zero"])
+def test_policies_for_nan_keep_the_norms(tmp_path, device, policy):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, params, ClipByGlobalNorm(0.5, 1.0), nonfinite=policy)
+    assert_norm(each_of(row), reference.norms(grads))
+
+
+def test_verification_covers_the_norms(tmp_path, monkeypatch):
+    real = NativeBatch.total_each
+    monkeypatch.setattr(NativeBatch, "total_each", lambda *args: real(*args) * 1.01)
+    params = new_params()
+    give_grads(params)
+    before = copies(params)
+    wrong = pytest.raises(tritonclip.VerificationError, match="norm of")
+    with tritonclip.use_backend("native"), tritonclip.verify(), wrong:
+        step_of(tmp_path, params)
+    assert_bits(params, before)
 
 
 def test_each_records_norms_by_name(tmp_path):
@@ -40,11 +285,6 @@ def test_each_records_norms_by_name(tmp_path):
     found = [float(last["norm/weight"]), float(last["norm/bias"])]
     # Before clipping.
     assert found == pytest.approx(norms, rel=1e-6)
-
-
-def test_recorder_must_be_one():
-    with pytest.raises(TypeError, match=r"recorder must be a Recorder or None, got str.*record"):
-        wrapped(sgd, recorder="run.csv")
 
 
 def test_a_parameter_that_is_frozen_later_leaves_its_column_empty(tmp_path):

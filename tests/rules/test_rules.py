@@ -50,11 +50,13 @@ def test_rule_by_norm_has_torchs_defaults(kind):
 
 
 @BY_NORM
-@pytest.mark.parametrize("max_norm", [0, 0.0, 3, 1e-30, math.inf, np.float64(2), np.float32(2)])
+@pytest.mark.parametrize("max_norm", [0, -0.0, 3, 1e-30, math.inf, np.float64(2), np.float32(2)])
 def test_rule_by_norm_takes_limits_from_zero_to_infinity(kind, max_norm):
+    """And -0.0 for 0.0, whose sign would turn that of every gradient."""
     rule = kind(max_norm)
     assert rule.max_norm == float(max_norm)
     assert type(rule.max_norm) is float
+    assert math.copysign(1.0, rule.max_norm) == 1.0
 
 
 @BY_NORM
@@ -159,12 +161,6 @@ def test_rule_by_value_reads_bounds_in_tensors_once(bound):
     bound.fill_(9.0)
     assert rules == (ClipByValue(0.5), ClipByValue(0.5))
     assert all(type(rule.max) is float for rule in rules)
-
-
-@BY_NORM
-def test_rule_by_norm_takes_negative_zero_for_zero(kind):
-    """The sign would turn that of every gradient."""
-    assert math.copysign(1.0, kind(-0.0).max_norm) == 1.0
 
 
 @pytest.mark.parametrize("other", [0.0, -0.0])
