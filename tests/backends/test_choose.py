@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ import tritonclip
 from helpers.cases import INTERPRETED, each_rule, normal, parameters, untouched
 from helpers.workers import python
 from tritonclip import settings
-from tritonclip.backends import choose
+from tritonclip.backends import choose, native
 from tritonclip.backends.native import NativeLayout
 from tritonclip.backends.units import has_dense_units
 from tritonclip.engine.plan_cache import plans
@@ -308,3 +309,34 @@ def test_interpreter_leaves_cuda_tensors_alone(kernels, monkeypatch):
 )
 def test_kernels_get_units_that_are_dense(tensor, dense):
     assert has_dense_units(tensor) == dense
+
+
+@pytest.mark.parametrize(
+    ("spec", "module", "reason"),
+    [
+        (None, None, r"imported from its sources in .*gcc or clang.*pip install -e \."),
+        (True, ImportError("too short"), r"cannot be loaded \(too short\): install a C compiler"),
+        (True, SimpleNamespace(), r"built from another version: install a C compiler"),
+    ],
+    ids=["sources", "broken", "older"],
+)
+def test_an_extension_that_cannot_serve_says_why(monkeypatch, spec, module, reason):
+    def import_module(name):
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    monkeypatch.setattr(native, "find_spec", lambda name: spec)
+    monkeypatch.setattr("tritonclip.backends.native.importlib.import_module", import_module)
+    loops, fault = native.load()
+    assert loops is None
+    assert re.search(reason, fault)
+
+
+def test_an_installation_without_the_extension_says_how_to_build_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    reason = "tritonclip was installed without its C extension: install a C compiler"
+    assert native.load()[1].startswith(reason)
+    monkeypatch.setattr("sys.platform", "win32")
+    assert native.load()[1].endswith("which need GCC or Clang: run Python in WSL")

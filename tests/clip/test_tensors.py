@@ -9,20 +9,8 @@ import torch
 
 import tritonclip
 from helpers import reference
-from helpers.cases import (
-    assert_bits,
-    assert_norm,
-    normal,
-    same_parameters,
-    untouched,
-)
-from tritonclip import (
-    ClipByNorm,
-    ClipByOwnHistory,
-    ClipByQuantile,
-    ClipState,
-    clip_tensors_,
-)
+from helpers.cases import assert_bits, assert_norm, normal, same_parameters, untouched
+from tritonclip import ClipByNorm, ClipByOwnHistory, ClipByQuantile, ClipState, clip_tensors_
 
 
 def test_clip_tensors_mixes_what_lists_of_gradients_mix(device):

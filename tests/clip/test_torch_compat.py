@@ -11,15 +11,7 @@ from torch.nn import utils
 
 import tritonclip
 from helpers import reference
-from helpers.cases import (
-    assert_bits,
-    copies,
-    named,
-    normal,
-    parameter,
-    parameters,
-    untouched,
-)
+from helpers.cases import assert_bits, copies, named, normal, parameter, parameters, untouched
 
 FUNCTIONS = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"]
 # Where torch's own result is right: moderate sizes, of these dtypes.

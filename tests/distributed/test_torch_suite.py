@@ -28,14 +28,7 @@ import tritonclip
 from helpers import reference
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
-from helpers.spread import (
-    collectives_of,
-    grads_of,
-    local,
-    mesh_of,
-    parameter,
-    whole,
-)
+from helpers.spread import collectives_of, grads_of, local, mesh_of, parameter, whole
 from tritonclip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from tritonclip.monitor.history import read
 

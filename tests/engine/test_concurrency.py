@@ -22,11 +22,11 @@ from hypothesis import given, settings
 
 import tritonclip
 from helpers.arena import Arena
-from helpers.cases import INTERPRETED
-from helpers.clips import CHOICES, random_arena, random_clip, random_sizes
+from helpers.cases import INTERPRETED, each_rule
+from helpers.clips import CHOICES, clip, random_arena, random_clip, random_sizes
 from helpers.serving import forget_plans
 from helpers.workers import NEEDS_FORK, run_in_fork, run_in_threads
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm
 
 pytestmark = [
     # What a fork of a process with threads must not do is tested here.
@@ -35,11 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning"),
 ]
 
-RULES = [
-    pytest.param(ClipByGlobalNorm(0.5), id="global"),
-    pytest.param(ClipByNorm(0.5), id="by-norm"),
-    pytest.param(ClipByValue(-0.3, 0.2), id="by-value"),
-]
 SMALL = (10,) * 10
 # An example takes forks, threads or signals.
 FEWER = settings(max_examples=max(2, settings().max_examples // 4))
@@ -136,7 +131,7 @@ def test_fork_clips_wherever_another_thread_was(met):
     """The thread stands still before each line of its call in turn, while the process forks."""
     rule = ClipByGlobalNorm(0.5)
     ours, theirs = Arena(SMALL), Arena(SMALL if met else (10, 11, 12), seed=1)
-    repeat(2, ours.clip, rule)
+    repeat(2, clip, ours, rule)
     stopped, go_on = threading.Semaphore(0), threading.Semaphore(0)
 
     def stop() -> None:
@@ -145,7 +140,7 @@ def test_fork_clips_wherever_another_thread_was(met):
 
     def walk() -> int:
         try:
-            return interrupt_lines(lambda: theirs.clip(rule), stop)
+            return interrupt_lines(lambda: clip(theirs, rule), stop)
         finally:
             stopped.release()
 
@@ -153,7 +148,7 @@ def test_fork_clips_wherever_another_thread_was(met):
         walking = pool.submit(walk)
         try:
             while stopped.acquire(timeout=60) and not walking.done():
-                run_in_fork(lambda: ours.clip(rule), seconds=5)
+                run_in_fork(lambda: clip(ours, rule), seconds=5)
                 go_on.release()
         except BaseException:
             go_on.release(100_000)
@@ -174,8 +169,7 @@ def test_threads_clip_equal_lists_at_once(backend, choice):
         mine = random.Random(seeds[thread])
         with tritonclip.use_backend(backend.name):
             arena = random_arena(mine, backend.device, sizes=sizes)
-            clip = random_clip(arena, mine)
-            repeat(5, clip.clip, arena, mine)
+            repeat(5, random_clip(arena, mine).clip, arena, mine)
 
     run_in_threads(work, len(seeds))
 
@@ -211,21 +205,21 @@ def _refused() -> None:
 
 
 @NEEDS_FORK
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", each_rule(0.5, -0.3, 0.2))
 @pytest.mark.parametrize("interruption", ["equal", "others", "refused"])
 def test_call_is_right_where_another_interrupts_it_at_any_line(rule, interruption):
     """As signal handlers and destructors do; in a fork, because it might wait for itself."""
     ours, theirs = Arena(SMALL), Arena(SMALL, seed=1)
     others = [Arena((n, 5), seed=n) for n in range(1, 41)]
     interruptions: dict[str, Callable[[], object]] = {
-        "equal": lambda: theirs.clip(rule),
+        "equal": lambda: clip(theirs, rule),
         "others": lambda: [tritonclip.clip_(other.params, rule) for other in others],
         "refused": _refused,
     }
 
     def work() -> None:
-        assert interrupt_lines(lambda: ours.clip(rule), interruptions[interruption]) > 0
-        repeat(2, ours.clip, rule)
+        assert interrupt_lines(lambda: clip(ours, rule), interruptions[interruption]) > 0
+        repeat(2, clip, ours, rule)
 
-    repeat(2, ours.clip, rule)
+    repeat(2, clip, ours, rule)
     run_in_fork(work, seconds=20)

@@ -17,19 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from helpers.arena import Arena, OptimizerArena, TorchArena
-from helpers.cases import INTERPRETED, normal, parameters
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from helpers.cases import INTERPRETED, each_rule, normal, parameters, unchanged
+from helpers.clips import clip
+from tritonclip import ClipByGlobalNorm
 
 # In some contexts operators serve in place of kernels, which is said once.
 pytestmark = pytest.mark.filterwarnings("ignore:tritonclip's kernels cannot read:UserWarning")
 
 TURNS = 1 if INTERPRETED else 2
 GLOBAL = ClipByGlobalNorm(0.5)
-RULES = [
-    pytest.param(GLOBAL, id="global"),
-    pytest.param(ClipByNorm(0.5), id="by-norm"),
-    pytest.param(ClipByValue(-0.3, 0.2), id="by-value"),
-]
+RULES = each_rule(0.5, -0.3, 0.2)
 CALLS = [
     *(pytest.param(Arena, *rule.values, id=rule.id) for rule in RULES),
     *(pytest.param(arena, GLOBAL, id=arena.__name__) for arena in (TorchArena, OptimizerArena)),
@@ -98,22 +95,6 @@ ORDERS = pytest.mark.parametrize(
 )
 
 
-def clip(ours: Arena, rule: Any, context: AbstractContextManager[Any]) -> None:
-    """Clips new values in a context, and checks the call outside of it."""
-    ours.fill()
-    with context:
-        measured = ours.call(rule)
-    ours.assert_clipped(rule, measured)
-
-
-@contextmanager
-def left_alone(ours: Arena) -> Iterator[None]:
-    """No byte changes inside."""
-    before = ours.memory.clone()
-    yield
-    assert torch.equal(ours.memory, before)
-
-
 @pytest.mark.covering(1 if INTERPRETED else 2)
 @INSIDE
 @ORDERS
@@ -137,9 +118,10 @@ def test_gradients_made_in_inference_mode_are_refused_outside(device, rule, orde
         clip(normals, rule, torch.inference_mode() if inside else ExitStack())
         if inside:
             with torch.inference_mode():
-                ours.clip(rule)
+                clip(ours, rule)
         else:
-            with left_alone(ours), pytest.raises(RuntimeError, match="made in inference mode"):
+            refused = pytest.raises(RuntimeError, match="made in inference mode")
+            with unchanged([ours.memory]), refused:
                 ours.call(rule)
 
 
@@ -157,7 +139,7 @@ def test_backend_that_cannot_serve_refuses_a_list_met_before():
     for _ in range(2):
         clip(ours, GLOBAL, tritonclip.use_backend("auto"))
         refused = pytest.raises(RuntimeError, match="asked for")
-        with left_alone(ours), tritonclip.use_backend("triton"), refused:
+        with unchanged([ours.memory]), tritonclip.use_backend("triton"), refused:
             ours.call(GLOBAL)
 
 
@@ -177,13 +159,13 @@ def test_list_is_clipped_while_others_are(device, whose, rule, dtypes):
 
     def meanwhile() -> None:
         if whose == "equal":
-            equal.clip(rule)
+            clip(equal, rule)
         elif next(operators) % 10 == 0:
             for params in others:
                 tritonclip.clip_(params, rule)
 
     for _ in range(2):
-        ours.clip(rule)
+        clip(ours, rule)
         mode = Dispatch(meanwhile)
         clip(ours, rule, mode)
         assert mode.calls > 0

@@ -41,12 +41,7 @@ from helpers.processes import in_processes
 from helpers.refusing import check_raises, is_first
 from helpers.spread import assert_same_everywhere, values
 from helpers.workers import python
-from tritonclip import (
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByValue,
-    FlatGradients,
-)
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 
 # Sizes that are multiples of 16 bytes for no dtype, for some and for all; an empty one.
 SHAPES = ((5, 7), (8, 4), (3,), (0, 2), (16, 16), (), (2, 3, 5), (4099,))

@@ -419,3 +419,64 @@ def test_clip_per_example_normalizes_zeros_by_a_huge_limit():
         assert not clip_per_example(x, 4e36, normalize=True)[0].any()
     wide = {"a": zeros, "b": zeros.double()}
     assert not clip_per_example(wide, 1e40, normalize=True)[0]["a"].any()
+
+
+# Of the norms of all parameters, some are larger.
+N, LIMIT = 12, 6.5
+# Opacus adds 1e-6 to norms, of which those that are clipped are 0.1 or more here.
+CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 1e-7}
+
+
+@pytest.fixture
+def opacus():
+    """clip_per_example is its DPOptimizer without noise."""
+    return pytest.importorskip("opacus", reason="needs tritonclip[test]")
+
+
+def module_and_loss(opacus: Any) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.GroupNorm(2, 4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 3),
+    )
+    module = opacus.GradSampleModule(model)
+    images = torch.randn(N, 1, 6, 6) * torch.logspace(-1, 1, N).view(N, 1, 1, 1)
+    loss = torch.nn.functional.cross_entropy(module(images.requires_grad_()), torch.arange(N) % 3)
+    return module, loss
+
+
+def clipped_by_opacus(opacus: Any, name: str, limit: Any) -> list[Tensor]:
+    module, loss = module_and_loss(opacus)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = getattr(opacus.optimizers, name)(
+        sgd, noise_multiplier=0.0, max_grad_norm=limit, expected_batch_size=N
+    )
+    loss.backward()
+    optimizer.pre_step()
+    return [p.grad for p in module.parameters()]
+
+
+def test_sum_is_that_of_dp_optimizer_without_noise(opacus):
+    module, loss = module_and_loss(opacus)
+    loss.backward()
+    gradients = {name: p.grad_sample for name, p in module.named_parameters()}
+    mean, norms = clip_per_example(gradients, LIMIT, reduce="mean")
+    assert 0 < int((norms > LIMIT).sum()) < N
+    expected = clipped_by_opacus(opacus, "DPOptimizer", LIMIT)
+    torch.testing.assert_close(list(mean.values()), expected, **CLOSE)
+
+
+def test_limits_of_single_tensors_are_those_of_the_optimizer_by_layer(opacus):
+    module, loss = module_and_loss(opacus)
+    loss.backward()
+    gradients = [p.grad_sample for p in module.parameters()]
+    limits = [0.1 * (i + 1) for i in range(len(gradients))]
+    pairs = zip(gradients, limits, strict=True)
+    mean = [clip_per_example(own, limit, reduce="mean")[0] for own, limit in pairs]
+    expected = clipped_by_opacus(opacus, "DPPerLayerOptimizer", limits)
+    torch.testing.assert_close(mean, expected, **CLOSE)
+    same, _ = clip_per_example(gradients, LIMIT, per_layer=True, reduce="mean")
+    expected = clipped_by_opacus(opacus, "DPPerLayerOptimizer", [LIMIT] * len(gradients))
+    torch.testing.assert_close(same, expected, **CLOSE)

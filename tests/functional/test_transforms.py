@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import tritonclip
 from helpers.cases import assert_bits, grad_of, normal
+from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import functional
 from tritonclip.backends import choose
 
@@ -235,3 +237,33 @@ def test_trace_before_dispatch_of_functions_out_of_place_holds_no_constant(devic
 
     graph = make_fx(step, pre_dispatch=True)(grads_of(device))
     torch.testing.assert_close(graph(grads_of(device, 30.0)), step(grads_of(device, 30.0)))
+
+
+# A constant, the same as an input, and one more for a value that torch does not trace.
+GRAPHS = 3
+OUT_OF_PLACE: dict[str, Any] = {
+    "global norm": lambda x, limit: functional.clip_by_global_norm([x], limit)[0][0],
+    "norm": functional.clip_by_norm,
+    "value": lambda x, limit: functional.clip_by_value(x, -2.0, limit),
+}
+
+
+@NEEDS_DYNAMO
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", OUT_OF_PLACE)
+def test_compiled_call_out_of_place_with_a_number_that_changes_has_few_graphs(device, name):
+    """A limit that changes from call to call: few graphs serve all limits."""
+    if "value" in name and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 makes a graph for each number by which torch.clamp bounds")
+    call, counter = OUT_OF_PLACE[name], CompileCounterWithBackend("aot_eager")
+    traced = torch.compile(call, fullgraph=True, backend=counter)
+    for value in (1 + 0.1 * i for i in range(12)):
+        x = torch.tensor([3.0, -4.0, 1.05], device=device, requires_grad=True)
+        results = [call(x, value), traced(x, value)]
+        torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+        grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in results]
+        # Differences of terms up to 8: one unit in the last place is 5e-7.
+        torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+    assert 0 < counter.frame_count <= GRAPHS

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import tritonclip
-from helpers import reference
-from helpers.cases import assert_norm, bounds_of, normal, parameters
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from helpers.cases import bounds_of, normal, parameters
+from tritonclip import ClipByGlobalNorm, ClipByValue, ClippedOptimizer
 
 # The alignment of torch's allocators, so that vectorised paths are taken.
 ALIGNMENT = 64
@@ -104,18 +103,6 @@ class Arena:
         for param, weight in zip(self.params, self.weights, strict=True):
             param.copy_(weight)
 
-    def assert_clipped(self, rule: Any, measured: Tensor | None) -> None:
-        """The norm is right, and every byte is, for what the last fill wrote."""
-        expected, images = self.images()
-        if measured is not None:
-            norms = reference.norms if isinstance(rule, ClipByNorm) else reference.total_norm
-            # Among float64 gradients, those of other dtypes are right to 1e-6 all the same.
-            narrow = len({grad.dtype for grad in images}) > 1
-            assert_norm(measured.float() if narrow else measured, norms(images, rule.norm_type))
-        for image, clipped in zip(images, reference.clipped(images, rule, measured), strict=True):
-            image.copy_(clipped)
-        assert torch.equal(self.memory.cpu(), expected)
-
     def images(self) -> tuple[Tensor, list[Tensor]]:
         """The bytes that the last fill left, and the gradients to clip as views of them."""
         grads = [p.grad for p in self.params if getattr(p, "need_clip", True)]
@@ -130,11 +117,6 @@ class Arena:
     def call(self, rule: Any, **options: Any) -> Any:
         """The call that is tested; returns what it measured."""
         return tritonclip.clip_(self.params, rule, **options)
-
-    def clip(self, rule: Any) -> None:
-        """Clips new values, and checks the call."""
-        self.fill()
-        self.assert_clipped(rule, self.call(rule))
 
     def _image(self, memory: Tensor, grad: Tensor) -> Tensor:
         """The same view of a copy of the memory."""

@@ -45,12 +45,12 @@ HALVES = named((torch.float16, torch.bfloat16))
 NORM_TYPES = [pytest.param(p, id=f"p={p}") for p in (1.0, 1.5, 2.0, 3.0, 20.0, torch.inf)]
 
 
-def each_rule(limit: float, bound: float) -> list[Any]:
+def each_rule(limit: float, *bounds: float) -> list[Any]:
     """Parameters for pytest: clipping by the norm of all, by the norm of each, and by value."""
     return [
         pytest.param(ClipByGlobalNorm(limit), id="global"),
         pytest.param(ClipByNorm(limit), id="by-norm"),
-        pytest.param(ClipByValue(bound), id="by-value"),
+        pytest.param(ClipByValue(*bounds), id="by-value"),
     ]
 
 

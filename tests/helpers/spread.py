@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tritonclip
-from helpers import reference
+from helpers import cases, reference
 from helpers.cases import assert_norm
 from tritonclip import ClipByGlobalNorm
 from tritonclip.rules import Rule
@@ -101,13 +101,9 @@ def local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-@contextmanager
-def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+def unchanged(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Checks that a block leaves the pieces of tensors that lie here as they are."""
-    kept = [(own := local(tensor.detach()), own.clone()) for tensor in tensors]
-    yield
-    for own, was in kept:
-        torch.testing.assert_close(own, was, rtol=0, atol=0, equal_nan=True)
+    return cases.unchanged(local(tensor.detach()) for tensor in tensors)
 
 
 def shared_folder() -> Path:

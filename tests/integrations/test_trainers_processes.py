@@ -14,14 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tritonclip
 from helpers.processes import in_processes
-from helpers.spread import (
-    grads_of,
-    local,
-    loss_of,
-    mesh_of,
-    parameter,
-    sharded_network,
-)
+from helpers.spread import grads_of, local, loss_of, mesh_of, parameter, sharded_network
 
 
 def _torchtune(utils: Any, model: nn.Module) -> float:

@@ -20,11 +20,7 @@ import tritonclip
 from helpers.absent_gpu import kernel_module
 from helpers.cases import CHUNK, DOZENS, normal, of_sizes, parameters
 from helpers.graphs import captured_second_gpu
-from tritonclip import (
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByValue,
-)
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 

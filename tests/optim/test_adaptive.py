@@ -16,15 +16,7 @@ import tritonclip
 from helpers.cases import assert_bits, copies
 from helpers.loss_scale import scaled_step
 from helpers.optimizers import torch_saved
-from helpers.training import (
-    closure_of,
-    give_grads,
-    new_params,
-    sgd,
-    state_of,
-    step_on,
-    wrapped,
-)
+from helpers.training import closure_of, give_grads, new_params, sgd, state_of, step_on, wrapped
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByOwnHistory,

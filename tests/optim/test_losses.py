@@ -13,12 +13,7 @@ from torch import Tensor
 from helpers import histories
 from helpers.cases import INTERPRETED
 from helpers.loss_scale import scaled_step
-from helpers.training import (
-    PLAIN_AND_FUSED,
-    give_grads,
-    sgd,
-    wrapped,
-)
+from helpers.training import PLAIN_AND_FUSED, give_grads, sgd, wrapped
 from tritonclip import ClippedOptimizer, Outlier
 
 ABOVE = Outlier(4.0, 8)

@@ -26,9 +26,7 @@ from helpers.training import (
     unchanged,
     wrapped,
 )
-from tritonclip import (
-    ClippedOptimizer,
-)
+from tritonclip import ClippedOptimizer
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -15,13 +15,7 @@ from torch import Tensor
 import tritonclip
 from helpers.cases import NoHostRead, parameters
 from helpers.serving import decided_on_device
-from helpers.training import (
-    PLAIN_AND_FUSED,
-    give_grads,
-    sgd,
-    step_on,
-    wrapped,
-)
+from helpers.training import PLAIN_AND_FUSED, give_grads, sgd, step_on, wrapped
 from tritonclip import ClippedOptimizer, Outlier
 from tritonclip.backends import choose
 from tritonclip.optim import watches
