@@ -43,9 +43,9 @@ test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
-CHECKED := tests/rules tests/test_hints.py \
-	$(addprefix tests/clip/test_,by_norm.py gradients.py nonfinite.py refusals.py scale.py value.py) \
-	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py skips.py)
+CHECKED := tests/rules $(addprefix tests/test_,calls.py hints.py refusals.py) \
+	$(addprefix tests/clip/test_,gradients.py nonfinite.py norm.py scale.py) \
+	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py runs.py skips.py)
 check: lint types
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive" $(CHECKED)
 
