@@ -33,8 +33,8 @@ ORDERS = (2.0, 1.0, 3.0, math.inf)
 STEPS = 4
 
 
-# The collectives of a clip: Partial gradients are added up by a second one, their norms by a third.
-LAYOUTS = {"fsdp": 1, "hsdp": 1, "tp": 1, "sp": 3, "tp-fsdp": 1, "sp-fsdp": 1}
+# The collectives of a clip: a second one sums the parts of Partial gradients.
+LAYOUTS = {"fsdp": 1, "hsdp": 1, "tp": 1, "sp": 2, "tp-fsdp": 1, "sp-fsdp": 1}
 
 
 def _distributed(layout: str) -> tuple[nn.Module, int, int]:

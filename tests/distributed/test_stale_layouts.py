@@ -91,7 +91,7 @@ def test_placements_that_change() -> None:
         one.grad = copied
         check_clip([one], 0.5)
         with_partial(one, [Partial()])
-        check_clip([one], 0.5, collectives=3)
+        check_clip([one], 0.5, collectives=2)
         one.grad = None
         assert tritonclip.clip_([one], 0.5) == 0
 

@@ -225,7 +225,8 @@ def test_compiled_call_takes_a_limit_that_changes(device, call, kind):
     for x in (0.5, 0.25, 0.0, 0.125, torch.inf):
         ours, eager = make(device), make(device)
         torch.testing.assert_close(step(ours, kind(x)), call(eager, kind(x)), rtol=0, atol=0)
-        assert_bits(map(grad_of, ours), map(grad_of, eager))
+        # PyTorch does not say whether a bound of 0 gives 0.0 or -0.0.
+        torch.testing.assert_close([*map(grad_of, ours)], [*map(grad_of, eager)], rtol=0, atol=0)
 
 
 @pytest.mark.covering(0)

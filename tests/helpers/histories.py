@@ -94,14 +94,17 @@ def outlier(sigmas: float, window: int, enters: Callable[[float], bool] = enters
 def own_history(
     ratio: float, decay: float, warmup: int, max_norm: float
 ) -> Callable[..., list[float]]:
-    """AdaGC, with a warm-up that counts the norms of each gradient."""
+    """AdaGC, with a warm-up that counts the norms of each gradient.
+
+    The limits take norms, and the places of their gradients among all, where some have none.
+    """
     averages: dict[int, float] = defaultdict(lambda: math.inf)
     counts: dict[int, int] = defaultdict(int)
 
-    def limits(norms: Sequence[float]) -> list[float]:
+    def limits(norms: Sequence[float], places: Sequence[int] | None = None) -> list[float]:
         total = math.sqrt(sum(norm * norm for norm in norms))
         found = []
-        for i, norm in enumerate(norms):
+        for i, norm in zip(places or range(len(norms)), norms, strict=True):
             warm = counts[i] >= warmup
             together = norm * (max_norm / total) if total else math.inf
             # inf / inf says nothing: of an inf, any finite limit leaves 0.
@@ -122,8 +125,9 @@ def own_quantile(q: float, window: int, max_norm: float = math.inf) -> Callable[
     """A quantile of the norms of each gradient; the limits take norms as those of `own_history`."""
     of_each: dict[int, Limits] = defaultdict(lambda: quantile(q, window, max_norm))
 
-    def limits(norms: Sequence[float]) -> list[float]:
-        return [of_each[i](norm) for i, norm in enumerate(norms)]
+    def limits(norms: Sequence[float], places: Sequence[int] | None = None) -> list[float]:
+        at = places or range(len(norms))
+        return [of_each[i](norm) for i, norm in zip(at, norms, strict=True)]
 
     return limits
 
