@@ -47,9 +47,16 @@ def coefficient(norm: float, limit: float, eps: float) -> float:
 
 def assert_near(grad: Tensor, truth: np.ndarray, *, double: bool) -> None:
     """To some 1e-6 for each norm that enters, and half a unit in the last place."""
-    info = torch.finfo(grad.dtype)
+    info, found = torch.finfo(grad.dtype), units.wide(grad)
+    if not grad.is_complex():
+        # Next to the largest number, rounding may give inf.
+        top = info.max * (1 - info.eps)
+        is_both = (
+            (np.abs(truth) > top) & (np.abs(found) > top) & (np.signbit(found) == np.signbit(truth))
+        )
+        truth = np.where(is_both, found, truth)
     np.testing.assert_allclose(
-        units.wide(grad),
+        found,
         truth,
         rtol=(1e-11 if double else 1e-5) + info.eps,
         atol=info.smallest_normal * info.eps,
