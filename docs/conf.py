@@ -116,6 +116,13 @@ def link_pages(*event: Any) -> None:
     lines[:] = [re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`/\1`", line) for line in lines]
 
 
+def hide_icons(app: Any, page: str, template: str, context: dict[str, Any], *_: Any) -> None:
+    """Leaves out "view" and "edit" of a generated page, whose file is not in the repository."""
+    if page.startswith("api/"):
+        context["page_source_suffix"] = ""
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("html-page-context", hide_icons)
     app.connect("autodoc-process-docstring", link_pages)

@@ -1,4 +1,4 @@
-"""The built site (`make docs`) as a reader meets it, in headless Chromium.
+"""The built site (`make docs`): its files, and how a reader meets it in headless Chromium.
 
 With `TRITONCLIP_SCREENSHOTS=FOLDER` each page is also drawn into that folder.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urldefrag
 
 import pytest
+
+import tritonclip
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 SITE = ROOT / "build" / "docs"
@@ -53,7 +59,6 @@ OVERFLOWS = """() => {
 
 pytestmark = [
     pytest.mark.site,
-    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium"),
     pytest.mark.skipif(not SITE.exists(), reason="needs the site that `make docs` builds"),
 ]
 
@@ -76,6 +81,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    if not CHROMIUM:
+        pytest.skip("needs Chromium")
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs tritonclip[dev]")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -86,6 +93,78 @@ def browser() -> Iterator[Any]:
 def _pages() -> list[str]:
     """Every page that a reader opens; of the reference, all."""
     return sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html"))
+
+
+class Page(HTMLParser):
+    """The links of a page, to pages, images, styles and scripts, and the anchors within it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors = {""}
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value for name, value in attributes if value}
+        self.links |= {found[name] for name in ("href", "src") if name in found}
+        self.anchors.add(found.get("id", ""))
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[Path, Page]:
+    return {path: Page(path) for path in SITE.rglob("*.html")}
+
+
+def test_links_within_the_site_lead_to_a_file_and_an_anchor(pages):
+    lost = set()
+    for path, page in pages.items():
+        for link in page.links:
+            if re.match(r"\w+:", link):
+                continue
+            address, anchor = urldefrag(link)
+            target = (path.parent / address.partition("?")[0]).resolve() if address else path
+            # viewcode's links back have one name for all of a module, whichever page it is on.
+            known = (
+                pages[target].anchors if target in pages and "_modules" not in path.parts else {}
+            )
+            if not target.exists() or (known and anchor not in known):
+                lost.add((str(path.relative_to(SITE)), link))
+    assert not lost
+
+
+def test_links_to_files_of_the_repository_lead_to_one_that_is_no_build_output(pages):
+    (url,) = re.findall(
+        "Repository, (.*)", "\n".join(metadata("tritonclip").get_all("Project-URL"))
+    )
+    links = {link for page in pages.values() for link in page.links}
+    paths = {
+        match[1]
+        for link in links
+        if (match := re.match(rf"{re.escape(url)}/(?:blob|edit|tree|raw)/main/([^?#]*)", link))
+    }
+    assert "docs/index.md" in paths
+    assert not {
+        path for path in paths if not (ROOT / path).exists() or path.startswith("docs/api/")
+    }
+
+
+def test_each_public_name_has_a_page_that_links_to_its_source(pages):
+    reference = {path.stem: page for path, page in pages.items() if path.parent == SITE / "api"}
+    assert {f"tritonclip.{n}" for n in tritonclip.__all__ if n != "functional"} <= set(reference)
+    for name, page in reference.items():
+        source = rf"\.\./_modules/.*#(.*\.)?{name.rpartition('.')[2]}"
+        assert any(re.fullmatch(source, link) for link in page.links), name
+
+
+def test_icons_at_the_top_of_a_phone_keep_their_distance(browser, address):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(f"{address}/index.html")
+    theme, contents = (
+        page.locator(f".header-right {icon} svg:visible").bounding_box()
+        for icon in (".theme-toggle", ".toc-header-icon")
+    )
+    assert contents["x"] - (theme["x"] + theme["width"]) >= 12
+    page.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [("desktop", "light"), ("phone", "dark")])
