@@ -133,9 +133,8 @@ def test_links_within_the_site_lead_to_a_file_and_an_anchor(pages):
 
 
 def test_links_to_files_of_the_repository_lead_to_one_that_is_no_build_output(pages):
-    (url,) = re.findall(
-        "Repository, (.*)", "\n".join(metadata("tritonclip").get_all("Project-URL"))
-    )
+    urls = metadata("tritonclip").get_all("Project-URL") or []
+    (url,) = re.findall("Repository, (.*)", "\n".join(urls))
     links = {link for page in pages.values() for link in page.links}
     paths = {
         match[1]
