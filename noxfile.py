@@ -1,6 +1,7 @@
 """Sessions over many versions; `make test` covers the pinned ones. Run `nox -s triton_matrix`."""
 
 import ast
+import itertools
 import random
 import re
 import shutil
@@ -89,15 +90,20 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Repeat the tests of random lists with other seeds for an hour; `-- 2` for two minutes."""
+    """Repeat all tests of random examples with other seeds for an hour; `-- 2` for two minutes.
+
+    By turns as plain tests and through the interpreter; with `--hypothesis-seed` of the round that
+    failed, pytest repeats it.
+    """
     install(session)
     end = time.monotonic() + 60 * float(session.posargs[0] if session.posargs else 60)
-    files = ("test_calls.py", "engine/test_concurrency.py", "engine/test_stale_plans.py")
+    environments = itertools.cycle(({}, INTERPRET))
     while time.monotonic() < end:
         seed = random.randrange(2**32)
         session.run(
-            *("python", "-m", "pytest", "-q", "-x", "-n2", f"--hypothesis-seed={seed}"),
-            *("--hypothesis-profile=soak", *(f"tests/{file}" for file in files)),
+            *("python", "-m", "pytest", "-q", "-x", "-n2", "-m", "hypothesis"),
+            *("--hypothesis-profile=soak", f"--hypothesis-seed={seed}"),
+            env=next(environments),
         )
 
 

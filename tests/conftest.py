@@ -45,9 +45,9 @@ hypothesis.settings.register_profile(
         hypothesis.HealthCheck.too_slow,
     ],
 )
-# Of `nox -s soak`: more examples, others in each run.
+# Of `nox -s soak`: other examples in each run.
 hypothesis.settings.register_profile(
-    "soak", hypothesis.settings.get_profile("tritonclip"), derandomize=False, max_examples=600
+    "soak", hypothesis.settings.get_profile("tritonclip"), derandomize=False
 )
 hypothesis.settings.load_profile("tritonclip")
 

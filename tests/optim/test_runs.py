@@ -97,6 +97,8 @@ class Event:
     sizes: list[float | None]
     bad: float | None
     loss: float | None
+    # The factor of the learning rate. At 0 a step counts, though torch makes state by such steps.
+    rate: float
     rule: Any
 
 
@@ -106,9 +108,10 @@ MEMBERS = st.builds(
 EVENTS = st.builds(
     Event,
     st.sampled_from(["step"] * 7 + ["closure", "save", "copy", "rule", "rule", "own"]),
-    st.lists(st.sampled_from([1.0, 1.0, 1e-3, 1e3, None]), min_size=5, max_size=5),
+    st.lists(st.sampled_from([1.0, 1.0, 1e-3, 1e3, 0.0, None]), min_size=5, max_size=5),
     st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
     st.sampled_from([None, 1.0, 1.5, -2.0, 50.0, math.nan, math.inf]),
+    st.sampled_from([1.0, 1.0, 0.0]),
     FIXED,
 )
 SETTINGS = st.builds(
@@ -488,6 +491,8 @@ def take(run: Run, model: Model, event: Event, number: int) -> None:
     elif fate == "skip" and setting.most is not None and in_a_row >= setting.most:
         raising = pytest.raises(RuntimeError, match=f"{in_a_row} steps in a row were skipped")
     with raising:
+        for group in (*run.optimizer.param_groups, *run.bare.param_groups):
+            group["lr"] = event.rate * run.bare.defaults["lr"]
         run.step(grads, event)
         assert fate == "unseen" or run.optimizer.loss is None
     if fate == "taken":
