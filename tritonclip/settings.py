@@ -125,10 +125,10 @@ def use_backend(name: str) -> Block:
 def verify() -> Block:
     """Checks every call in a block against the torch backend in float64.
 
-    Norms may differ by 1e-6 in relative terms, or 1e-12 for float64, and elements by twice as much
-    and their rounding. Processes that share a norm first compare the call, its rule and arguments,
-    and the parameters. Slow, and it waits for the device. Of the torch backend itself it checks the
-    rounding. For a whole program set TRITONCLIP_VERIFY=1.
+    Norms may differ by 1e-6 in relative terms, or 1e-12 if all gradients are float64, and elements
+    by twice as much and their rounding. Processes that share a norm first compare the call, its
+    rule and arguments, and the parameters. Slow, and it waits for the device. Of the torch backend
+    itself it checks the rounding. For a whole program set TRITONCLIP_VERIFY=1.
 
     Example:
         >>> import torch, tritonclip
