@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 
-# Code between a warning and the user's line: ours and torch's.
-_BETWEEN = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+# Code between a warning and the user's line: ours, torch's, and that of `patch_torch`.
+_BETWEEN = (
+    *(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)),
+    "<tritonclip.patch_torch>",
+)
 
 
 class ClippingWarning(UserWarning):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-
-# The originals, whatever `patch_torch` replaces.
-from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_
-from torch.nn.utils import get_total_norm as torchs_get_total_norm
+from torch.nn.utils import clip_grad
 
 from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
@@ -28,6 +26,46 @@ from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float, 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+
+
+def _is_of_torch(function: object) -> bool:
+    """Whether it is a function of torch, and nothing that replaces one."""
+    if not isinstance(function, FunctionType):
+        return False
+    return str(function.__globals__.get("__name__")).startswith("torch.")
+
+
+def _copy_of(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
+    """A function of torch, and those that it wraps, with the globals of a scope."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    closure = [CellType(_copy_of(c, scope) if _is_of_torch(c) else c) for c in cells]
+    own = function.__globals__
+    copy = FunctionType(
+        function.__code__,
+        scope if own is vars(clip_grad) else own,
+        function.__name__,
+        function.__defaults__,
+        tuple(closure),
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# The objects that every module shares, unless something replaced them before; torch's functions
+# call each other by private names.
+torchs: dict[str, FunctionType] = {}
+# Copies of torch's functions, which call each other, whatever `patch_torch` does to theirs.
+originals: dict[str, Callable[..., Tensor]] = {}
+# Without the module's name, by which torch.compile would look its functions up.
+_scope = {key: value for key, value in vars(clip_grad).items() if key != "__name__"}
+for _name in NAMES:
+    _found: Any = getattr(clip_grad, _name, None) or getattr(clip_grad, f"_{_name}", None)
+    originals[_name] = getattr(torch.nn.utils, _name)
+    if _is_of_torch(_found):
+        torchs[_name], originals[_name] = _found, _copy_of(_found, _scope)
+        _scope[_name] = _scope[f"_{_name}"] = originals[_name]
 
 
 def clip_grad_norm_(
@@ -77,19 +115,19 @@ def clip_grad_norm_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
-    limit, order = _as_float("max_norm", max_norm), _as_float("norm_type", norm_type)
-    if _is_torchs(order, process_group, copies):
+    limit = max_norm if type(max_norm) is float else _as_float("max_norm", max_norm)
+    order = norm_type if type(norm_type) is float else _as_float("norm_type", norm_type)
+    if order < 1 and _is_torchs(order, process_group, copies):
         wanted = [p for p in labelled(parameters)[0] if needs_clip(p)]
         max_norm = as_limit("max_norm", limit)
-        return torchs_clip_grad_norm_(wanted, max_norm, order, error_if_nonfinite, foreach)
+        return originals["clip_grad_norm_"](wanted, max_norm, order, error_if_nonfinite, foreach)
     rule = rule_of(ClipByGlobalNorm, limit, order)
-    norm = clip_gradients_(
+    return clip_gradients_(  # type: ignore[return-value]
         *(_clip_grad_norm_, parameters, rule, "error" if error_if_nonfinite else "propagate"),
         process_group=process_group,
         copies=copies,
         is_torchs=True,
     )
-    return cast(Tensor, norm)
 
 
 def clip_grad_value_(
@@ -116,7 +154,8 @@ def clip_grad_value_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too; complex
             gradients, which have no order.
     """
-    bound = as_limit("clip_value", _as_float("clip_value", clip_value))
+    bound = clip_value if type(clip_value) is float else _as_float("clip_value", clip_value)
+    bound = as_limit("clip_value", bound)
     clip_gradients_(clip_, parameters, rule_of(ClipByValue, bound), "propagate")
 
 
@@ -167,7 +206,7 @@ def get_total_norm(
     order = _as_float("norm_type", norm_type)
     if _is_torchs(order, process_group, copies):
         items, _ = tensors_in(tensors)
-        return torchs_get_total_norm(items, order, error_if_nonfinite, foreach)
+        return originals["get_total_norm"](items, order, error_if_nonfinite, foreach)
     order = as_norm_type("norm_type", order)
     processes = check_processes(process_group, copies)
     gradients = collect_tensors(tensors, processes=processes)

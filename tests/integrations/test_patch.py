@@ -1,11 +1,18 @@
-"""`patch_torch`: which names are replaced, what torch still serves, and that all is put back."""
+"""`patch_torch`: who calls tritonclip, what torch still serves, and that all is put back."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import math
+import pickle
+import subprocess
 import sys
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +20,15 @@ from torch import Tensor
 
 import tritonclip
 from helpers.cases import grad_of, parameters
-from tritonclip.integrations.patching import original_of
+from tritonclip.integrations import patching
+from tritonclip.integrations.patching import TorchPatch, original_of
 from tritonclip.monitor.history import read
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 TORCHS = {name: getattr(torch.nn.utils, name) for name in NAMES}
+CODES = {function: function.__code__ for function in TORCHS.values()}
+# As a module that was imported before the patch holds it.
+CLIP = torch.nn.utils.clip_grad_norm_
 
 
 def served_by_torch():
@@ -29,52 +40,146 @@ class Gradient(Tensor):
     """A subclass, which tritonclip refuses and torch clips."""
 
 
-@pytest.fixture
-def trainer(monkeypatch):
-    """A module that imported torch's functions by name before the patch."""
-    module = types.ModuleType("a_trainer")
-    vars(module).update(TORCHS)
-    module.clip = TORCHS["clip_grad_norm_"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "a_trainer", module)
-    return module
+def is_patched() -> bool:
+    """Whether torch's function runs this library's code: torch's overflows in float16."""
+    (param,) = parameters([torch.full((4,), 6e4, dtype=torch.float16)])
+    return math.isfinite(torch.nn.utils.clip_grad_norm_([param], 1.0))
 
 
 def assert_torchs_own() -> None:
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in NAMES:
-            assert getattr(module, name, TORCHS[name]) is TORCHS[name]
+    assert not is_patched()
+    for function in TORCHS.values():
+        assert function.__code__ is CODES[function]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_modules_that_hold_a_function_get_ours_and_then_torchs_again(trainer, name):
-    with tritonclip.patch_torch() as patch:
-        replaced = getattr(torch.nn.utils, name)
-        assert replaced is not TORCHS[name]
-        assert getattr(trainer, name) is replaced
-        assert f"{name} in " in str(patch)
-        # By another name, too.
-        assert trainer.clip is torch.nn.utils.clip_grad_norm_
-        assert "clip in a_trainer" in str(patch)
-        # As code that is imported later finds it.
-        later = types.ModuleType("imported_later")
-        sys.modules["imported_later"] = later
-        setattr(later, name, replaced)
-    try:
-        assert getattr(trainer, name) is TORCHS[name]
-        assert trainer.clip is TORCHS["clip_grad_norm_"]
-        assert getattr(later, name) is TORCHS[name]
-    finally:
-        del sys.modules["imported_later"]
+def clip_by(function: Callable[..., object]) -> bool:
+    """Whether a function that clips the parameters of a call by 1.0 is tritonclip's."""
+    (param,) = parameters([torch.full((4,), 6e4, dtype=torch.float16)])
+    function([param])
+    return bool(grad_of(param).any())
+
+
+def by_default(params: list[Tensor], clip: Callable[..., object] = torch.nn.utils.clip_grad_norm_):
+    clip(params, 1.0)
+
+
+KEPT = {
+    "by its name": lambda params: CLIP(params, 1.0),
+    "by a partial": functools.partial(CLIP, max_norm=1.0),
+    "as a default": by_default,
+    "in an object": types.SimpleNamespace(clip=functools.partial(CLIP, max_norm=1.0)).clip,
+    "by torch's deprecated name": lambda params: torch.nn.utils.clip_grad_norm(params, 1.0),
+    "by torch's private names": lambda params: torch.nn.utils.clip_grad._clip_grads_with_norm_(
+        params, 1.0, torch.nn.utils.clip_grad._get_total_norm([params[0].grad])
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.clip_grad_norm` is now deprecated")
+@pytest.mark.parametrize("clip", KEPT.values(), ids=KEPT)
+def test_whoever_kept_a_function_gets_ours_and_then_torchs_again(clip):
+    with tritonclip.patch_torch():
+        assert clip_by(clip)
+        kept = torch.nn.utils.clip_grad_norm_
+    assert not clip_by(clip)
+    assert not clip_by(lambda params: kept(params, 1.0))
     assert_torchs_own()
 
 
-def test_the_first_of_nested_patches_may_be_removed_first():
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_stay_the_same_objects(name):
+    function = TORCHS[name]
+    signature = inspect.signature(function)
+    with tritonclip.patch_torch() as patch:
+        assert getattr(torch.nn.utils, name) is function
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert copy.deepcopy([function]) == [function]
+        assert inspect.signature(function) == signature
+        assert name in str(patch)
+
+
+def test_a_mock_that_outlives_the_patch_leaves_torchs_function():
+    mocked = mock.patch("torch.nn.utils.clip_grad_norm_")
+    with tritonclip.patch_torch():
+        mocked.start()
+        assert torch.nn.utils.clip_grad_norm_ is not CLIP
+    mocked.stop()
+    assert torch.nn.utils.clip_grad_norm_ is CLIP
+    assert_torchs_own()
+
+
+def test_modules_that_cannot_be_loaded_are_not_touched(monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "a_lazy_module", Lazy("a_lazy_module"))
+    with tritonclip.patch_torch():
+        assert is_patched()
+    assert_torchs_own()
+
+
+def test_a_function_that_was_replaced_before_stays_and_a_warning_says_so():
+    code = """
+import torch, warnings
+from unittest import mock
+own = torch.nn.utils.clip_grad.clip_grad_value_.__code__
+with mock.patch("torch.nn.utils.clip_grad.clip_grad_norm_") as mocked:
+    import tritonclip
+    with warnings.catch_warnings(record=True) as caught:
+        patch = tritonclip.patch_torch()
+    print(len(caught), caught[0].message)
+    print(torch.nn.utils.clip_grad.clip_grad_norm_ is mocked)
+    print(torch.nn.utils.clip_grad.clip_grad_value_.__code__ is own)
+patch.remove()
+print(torch.nn.utils.clip_grad.clip_grad_value_.__code__ is own)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said, *others = done.stdout.splitlines()
+    assert "['clip_grad_norm_']" in said
+    assert others == ["True", "False", "True"]
+
+
+def test_one_call_removes_all_patches():
+    """As of a cell of a notebook that was run twice."""
     first, second = tritonclip.patch_torch(), tritonclip.patch_torch()
-    first.remove()
-    first.remove()
-    assert torch.nn.utils.clip_grad_norm_ is not TORCHS["clip_grad_norm_"]
-    assert "removed" in str(first)
     second.remove()
+    assert_torchs_own()
+    first.remove()
+    assert "removed" in str(first)
+    assert "removed" in str(second)
+
+
+def test_the_end_of_a_block_takes_its_own_patch_away():
+    with tritonclip.patch_torch() as outer:
+        with tritonclip.patch_torch():
+            pass
+        assert is_patched()
+        assert "active" in str(outer)
+    assert_torchs_own()
+
+
+def test_a_second_block_patches_again():
+    patch = tritonclip.patch_torch()
+    for _ in range(2):
+        with patch:
+            assert is_patched()
+        assert_torchs_own()
+
+
+def test_an_error_while_patching_leaves_torch_as_it_was(monkeypatch):
+    exchange = patching._exchange
+
+    def failing(*, active: bool) -> None:
+        exchange(active=active)
+        if active:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(patching, "_exchange", failing)
+    with pytest.raises(KeyboardInterrupt):
+        tritonclip.patch_torch()
+    assert not patching._patches
     assert_torchs_own()
 
 
@@ -125,13 +230,19 @@ def test_torch_serves_gradients_of_subclasses():
 
 
 def test_where_both_refuse_the_error_is_torchs():
-    (param,) = parameters([torch.tensor([math.nan, 4.0])])
-    with pytest.raises(RuntimeError) as expected:
-        torch.nn.utils.clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
-    with tritonclip.patch_torch() as patch, pytest.raises(RuntimeError) as found:
-        torch.nn.utils.clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
+    with pytest.raises(TypeError) as expected:
+        torch.nn.utils.clip_grad_norm_(1, 1.0)  # type: ignore[arg-type]
+    with tritonclip.patch_torch() as patch, pytest.raises(TypeError) as found:
+        torch.nn.utils.clip_grad_norm_(1, 1.0)  # type: ignore[arg-type]
     assert str(found.value) == str(expected.value)
+    assert found.value.__context__ is None
     assert not patch.served_by_torch
+
+
+def test_the_error_for_a_norm_that_is_not_finite_names_the_gradients():
+    (param,) = parameters([torch.tensor([math.nan, 4.0])])
+    with tritonclip.patch_torch(), pytest.raises(RuntimeError, match=r"parameters\[0\]"):
+        torch.nn.utils.clip_grad_norm_([param], 1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -202,25 +313,45 @@ def test_a_wrapper_beside_a_patched_call_warns_of_a_second_clip():
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_call_takes_the_patched_function(fullgraph):
+@pytest.mark.parametrize("given", [{"norm_type": 0.5}, {"max_norm": -1.0}, {}], ids=str)
+def test_a_compiled_call_is_torchs_with_the_patch_and_without(fullgraph, given):
+    """Compiled before, with and after the patch; a graph that is made stays."""
     torch._dynamo.reset()
-    (param,) = parameters([torch.tensor([3.0, 4.0])])
+    found = []
 
     @torch.compile(backend="eager", fullgraph=fullgraph)
     def clip(param):
-        return torch.nn.utils.clip_grad_norm_([param], 1.0)
+        norm = torch.nn.utils.get_total_norm([param.grad])
+        torch.nn.utils.clip_grad_norm_([param], **{"max_norm": 1.0, **given})
+        return norm
 
+    def run():
+        (param,) = parameters([torch.tensor([3.0, 4.0])])
+        found.append((clip(param), grad_of(param)))
+
+    run()
     with tritonclip.patch_torch():
-        assert clip(param).item() == 5.0
-    torch.testing.assert_close(grad_of(param), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+        run()
+        torch._dynamo.reset()
+        run()
+    run()
+    for norm, grad in found:
+        assert torch.equal(norm, found[0][0])
+        assert torch.equal(grad, found[0][1])
 
 
-def test_torchs_function_stays_reachable():
-    """And torch's functions call each other as before."""
-    with tritonclip.patch_torch():
-        assert torch.nn.utils.clip_grad._get_total_norm is TORCHS["get_total_norm"]
-        assert original_of(torch.nn.utils.clip_grad_norm_) is TORCHS["clip_grad_norm_"]
-    assert original_of(torch.nn.utils.clip_grad_norm_) is TORCHS["clip_grad_norm_"]
+def test_torchs_functions_stay_reachable_and_call_each_other():
+    calls = []
+
+    def observe(call):
+        calls.append(call.name)
+        return call.original, None
+
+    params = parameters([torch.tensor([3.0, 4.0])])
+    with TorchPatch(None, observe):
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        original_of(torch.nn.utils.clip_grad_norm_)(params, 1.0)
+    assert calls == ["clip_grad_norm_"]
     assert original_of(len) is len
 
 

@@ -81,7 +81,7 @@ def backend_name(device: torch.device) -> str:
         return "torch"
     reason = _reason_against(name, device.type)
     if reason is not None and requested == name:
-        raise RuntimeError(f"the {name} backend was asked for, but {reason}")
+        raise NotImplementedError(f"the {name} backend was asked for, but {reason}")
     if reason is not None:
         _warn_once(
             f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "

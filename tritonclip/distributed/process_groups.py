@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# What gradients and arguments that cannot be clipped raise.
-ERRORS = (TypeError, ValueError, RuntimeError)
+# What gradients and arguments that cannot be clipped raise; all processes raise the same.
+ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 

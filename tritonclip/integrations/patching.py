@@ -1,26 +1,25 @@
-"""`patch_torch`: torch's functions that clip, replaced in every module that holds them."""
+"""`patch_torch`: torch's functions that clip run this library's code.
+
+No module gets another object: while a patch is active, torch's function objects have another
+`__code__`. So whoever holds one of them calls this library, and torch again after `remove()`.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from tritonclip import torch_compat
-from tritonclip.engine.verify import VerificationError
 from tritonclip.messages import warn_user
+from tritonclip.modes import is_observed
 from tritonclip.monitor.recorder import Recorder, as_recorder
-
-_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-# Whose private names stay torch's own, by which its functions call each other.
-_OF_TORCH = ("torch.nn.utils", "torch.nn.utils.clip_grad")
+from tritonclip.torch_compat import NAMES, originals, torchs
 
 
 class Call(NamedTuple):
@@ -34,22 +33,22 @@ class Call(NamedTuple):
 
 # Chooses one of the two functions of a call, and what is done with its result, if anything.
 Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | None]]
-
-# Guards both below.
+# Guards all below.
 _lock = threading.RLock()
 # Replaced, never changed: calls read it without the lock.
 _patches: tuple[TorchPatch, ...] = ()
-# What torch's functions are replaced by, by name; made once.
-_replacements: dict[str, Callable[..., Any]] = {}
+# Made once: torch's functions, their code without and with a patch, and what the latter calls.
+_functions: list[tuple[FunctionType, CodeType, CodeType]] = []
+_clips: dict[str, Callable[..., Any]] = {}
 
 
 def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
-    """Replaces torch's functions that clip by this library's, also in code that you cannot edit.
+    """Lets torch's functions that clip run this library's code, also where you cannot edit a call.
 
     `clip_grad_norm_`, `clip_grad_value_`, `clip_grads_with_norm_` and `get_total_norm` of
-    `torch.nn.utils` are replaced there and in every loaded module that imported them by name, so
-    that trainers call tritonclip without a change. Results have torch's types. A call that
-    tritonclip refuses is served by torch's function, with one warning for each reason.
+    `torch.nn.utils` stay the same objects and get other code, so that trainers call tritonclip
+    however they hold the functions. Results have torch's types. A call that tritonclip refuses is
+    served by torch's code, with one warning for each reason.
 
     Example:
         >>> import torch, tritonclip
@@ -61,20 +60,21 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
 
     Args:
         recorder: made by :func:`record`: takes the norm and the limit of each patched call of
-            `clip_grad_norm_` and `clip_grads_with_norm_`, for :func:`suggest_max_norm`.
+            `clip_grad_norm_` and `clip_grads_with_norm_`, for :func:`suggest_max_norm`. If it
+            cannot, a warning says so, and the patch goes on without it.
 
     Returns:
-        The patch. Its `remove()`, or the end of a `with` block, gives torch's functions back once
-        no other patch is left; printed, it says what was replaced.
+        The patch. Its `remove()` gives torch's functions their code back, whoever patched them; the
+        end of a `with` block does so once no other patch is left, and another block patches again.
 
     Raises:
         TypeError: a recorder of another kind.
 
     Notes:
-        Not reached: code with functions of its own, such as DeepSpeed, Megatron and apex; names
-        that were bound elsewhere than in a module, for example as a default argument; other
-        processes, except later forks. docs/trainers.md has more. `python -m tritonclip run
-        train.py` patches a script without a change.
+        Not reached: code with functions of its own, such as DeepSpeed, Megatron and apex; calls
+        that torch.compile or another tracer follows; other processes, except later forks.
+        docs/trainers.md has more. `python -m tritonclip run train.py` patches a script without a
+        change.
 
     References:
         Liger-Kernel, `apply_liger_kernel_to_llama`; scikit-learn-intelex, `patch_sklearn`.
@@ -82,59 +82,123 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
     return TorchPatch(recorder)
 
 
+# Raised by calls that this library refuses, before anything is measured or written. Other errors
+# are the call's: of a norm that is not finite, of processes, of memory.
+_REFUSALS = (TypeError, ValueError, NotImplementedError)
+
+
 class TorchPatch:
-    """What :func:`patch_torch` replaced; also a context manager."""
+    """A patch of torch's functions by :func:`patch_torch`; also a context manager."""
 
     def __init__(self, recorder: Recorder | None, observer: Observer | None = None) -> None:
         self.recorder, self.observer = as_recorder(recorder), observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
-        global _patches
-        with _lock:
-            if not _replacements:
-                _replacements.update({name: _replacement(name) for name in _NAMES})
-            _patches = (*_patches, self)
-            originals = {id(f.__wrapped__): f for f in _replacements.values()}  # type: ignore[attr-defined]
-            self._replaced = _exchange(originals)
+        self.__enter__()
 
     def remove(self) -> None:
-        """Gives torch's functions back, once no other patch is left; again, does nothing."""
-        global _patches
-        with _lock:
-            if self not in _patches:
-                return
-            _patches = tuple(patch for patch in _patches if patch is not self)
-            if not _patches:
-                _exchange({id(f): f.__wrapped__ for f in _replacements.values()})  # type: ignore[attr-defined]
+        """Gives torch's functions their code back, whoever patched them; again, does nothing."""
+        _activate(())
 
     def __enter__(self) -> TorchPatch:
+        with _lock:
+            if self not in _patches:
+                _activate((*_patches, self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.remove()
+        with _lock:
+            _activate(tuple(patch for patch in _patches if patch is not self))
+
+    def record_(self, arguments: Mapping[str, Any], result: Any) -> None:
+        """Adds a call to the recorder, which is dropped where it cannot take it."""
+        recorder, limit = self.recorder, arguments["max_norm"]
+        assert recorder is not None
+        try:
+            limit = limit if isinstance(limit, torch.Tensor) else float(limit)
+            recorder.add_(arguments.get("total_norm", result), limit=limit)
+        except Exception as error:
+            self.recorder = None
+            warn_user(
+                f"{recorder!r} records no further call of patch_torch, and the training goes on: "
+                f"{error}"
+            )
 
     def __repr__(self) -> str:
-        lines = [f"<patch_torch: {'active' if self in _patches else 'removed'}>"]
-        lines += [f"  {name} in {', '.join(at)}" for name, at in self._replaced.items()]
+        state = "active" if self in _patches else "removed"
+        lines = [f"<patch_torch: {state}>", *(f"  torch.nn.utils.{name}" for name in torchs)]
         lines += [f"  torch served {n} calls: {why}" for why, n in self.served_by_torch.items()]
         return "\n".join(lines)
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of torch that a replacement stands for; another function as it is."""
-    is_ours = any(function is ours for ours in _replacements.values())
-    original: Callable[..., Any] = function.__wrapped__ if is_ours else function  # type: ignore[attr-defined]
-    return original
+    """A function that always runs torch's code, for one of torch's; another function as it is."""
+    found = (originals[name] for name, torchs_own in torchs.items() if function is torchs_own)
+    return next(found, function)
 
 
-def _replacement(name: str) -> Callable[..., Any]:
-    original, ours = getattr(torch.nn.utils, name), getattr(torch_compat, name)
-    names = tuple(inspect.signature(original).parameters)
+def _activate(patches: tuple[TorchPatch, ...]) -> None:
+    """Makes these patches the active ones; on an error, nothing changes."""
+    global _patches
+    with _lock:
+        if not _functions:
+            _clips.update({name: _clip_of(name) for name in torchs})
+            _functions.extend(map(_codes_of, torchs))
+        before = _patches
+        try:
+            _patches = patches
+            _exchange(active=bool(patches))
+        except BaseException:
+            _patches = before
+            _exchange(active=bool(before))
+            raise
+        missing = [name for name in NAMES if name not in torchs]
+    if missing and len(patches) > len(before):
+        warn_user(
+            f"torch.nn.utils.clip_grad has other functions than torch's for {missing}, which were "
+            "there when tritonclip was imported: they stay as they are. Import tritonclip first"
+        )
+
+
+def _exchange(*, active: bool) -> None:
+    """Gives each function one of its two codes."""
+    for function, code, our_code in _functions:
+        function.__code__ = our_code if active else code
+
+
+# Code has as many free variables as the code that it takes the place of, and torch's globals. An
+# import in this form takes a third of the time of others.
+_CODE = """
+def outer({free}):
+    def {name}(*args, **kwargs):
+        import tritonclip.integrations.patching as patching
+        return patching._clips["{name}"](*args, **kwargs)
+        {free}
+    return {name}.__code__
+"""
+
+
+def _codes_of(name: str) -> tuple[FunctionType, CodeType, CodeType]:
+    """A function of torch, its own code, and one that calls ours."""
+    function = torchs[name]
+    free = function.__code__.co_freevars
+    scope: dict[str, Any] = {}
+    text = _CODE.format(name=name, free=", ".join(free))
+    exec(compile(text, "<tritonclip.patch_torch>", "exec"), scope)
+    return function, function.__code__, scope["outer"](*free)
+
+
+def _clip_of(name: str) -> Callable[..., Any]:
+    """The function that serves the calls of one of torch's."""
+    original, ours = originals[name], getattr(torch_compat, name)
+    names = tuple(inspect.signature(torchs[name]).parameters)
     # Where the norm before clipping is known to the caller, or becomes known.
     records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
-    @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
+        # A graph that is made here outlives the patch, and what runs in it is refused too late.
+        if torch.compiler.is_compiling() or is_observed():
+            return original(*args, **kwargs)
         # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
         # as it is, since both warn of it.
         if args:
@@ -145,28 +209,26 @@ def _replacement(name: str) -> Callable[..., Any]:
         function, done, observer = ours, None, None
         for patch in _patches:
             observer = patch.observer or observer
-        if observer is not None and not torch.compiler.is_compiling():
+        if observer is not None:
             call = Call(name, ours, original, dict(zip(names, args, strict=False)) | kwargs)
             function, done = observer(call)
+        refusal = None
         try:
             result = function(*args, **kwargs)
-        except VerificationError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
+        except _REFUSALS as error:
             if function is original:
                 raise
-            # Whatever raises has changed nothing; where torch refuses too, its error is raised.
+            refusal = error
+        if refusal is not None:
+            # Whatever refuses has changed nothing; where torch refuses too, its error is raised.
             result = original(*args, **kwargs)
-            _count_refusal(f"{name}: {error}")
-        else:
-            if done is not None:
-                done(result)
-        for patch in _patches:
-            if records and patch.recorder is not None:
-                given = dict(zip(names, args, strict=False)) | kwargs
-                limit = given["max_norm"]
-                limit = limit if isinstance(limit, torch.Tensor) else float(limit)
-                patch.recorder.add_(given.get("total_norm", result), limit=limit)
+            _count_refusal(f"{name}: {refusal}")
+        elif done is not None:
+            done(result)
+        if records:
+            for patch in _patches:
+                if patch.recorder is not None:
+                    patch.record_(dict(zip(names, args, strict=False)) | kwargs, result)
         return result
 
     return clip
@@ -178,18 +240,3 @@ def _count_refusal(reason: str) -> None:
         patch.served_by_torch[reason] += 1
     if all(patch.served_by_torch[reason] == 1 for patch in _patches):
         warn_user(f"torch's own function serves this call, as tritonclip refuses it. {reason}")
-
-
-def _exchange(replacements: dict[int, Callable[..., Any]]) -> dict[str, list[str]]:
-    """Replaces functions, by id, in all loaded modules; their names and modules."""
-    found: dict[str, list[str]] = {}
-    for path, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or path.partition(".")[0] == "tritonclip":
-            continue
-        for name, value in list(vars(module).items()):
-            other = replacements.get(id(value))
-            if other is None or (path in _OF_TORCH and name.startswith("_")):
-                continue
-            setattr(module, name, other)
-            found.setdefault(name, []).append(path)
-    return found
