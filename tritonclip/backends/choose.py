@@ -25,7 +25,7 @@ def layout_of(tensors: list[Tensor]) -> Layout:
     """The layout of gradients of one device and dtype, of the backend that serves them.
 
     They are real, dense in memory, and contiguous where the layout is not `by_address`. Raises
-    RuntimeError where a backend was asked for by name and cannot serve the device.
+    NotImplementedError where a backend was asked for by name and cannot serve the device.
     """
     device = tensors[0].device
     name = backend_name(device)
