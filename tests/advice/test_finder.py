@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -316,3 +318,26 @@ def test_the_budget_is_stated_before_any_step(capsys):
     with pytest.raises(LookupError):
         find(fails)
     assert f"at most {budget:,} training steps" in capsys.readouterr().err
+
+
+def test_a_line_every_ten_seconds_says_how_many_steps_and_how_much_time_are_left(
+    capsys, monkeypatch
+):
+    seconds = itertools.count()
+    monkeypatch.setattr(finder, "monotonic", lambda: 0.9 * next(seconds))
+    find(steps=20, seeds=1)
+    first, *lines = capsys.readouterr().err.splitlines()
+    ((most,),) = numbers(r"at most (\d+) training steps", first)
+    assert len(lines) > 5
+    for i, line in enumerate(lines, 1):
+        said = r"(\d+) of at most (\d+) steps, at most (\d+) (?:s|min) left; Ctrl-C"
+        ((done, of, left),) = numbers(said, line)
+        # A step takes 0.9 s.
+        assert (done, of) == (12 * i, most)
+        unit = 60 if " min left" in line else 1
+        assert left == pytest.approx(0.9 * (most - done) / unit, abs=1)
+
+
+def numbers(pattern: str, text: str) -> list[tuple[int, ...]]:
+    """The groups of each match of a pattern, as numbers."""
+    return [tuple(map(int, match.groups())) for match in re.finditer(pattern, text)]

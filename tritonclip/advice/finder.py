@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ _NEARLY_ALL = 0.9
 # Trials are short if the first part, of at least ten steps, says something with fewer of them;
 # trials so many times as long are advised.
 _FIRST_PART, _FEWEST, _LEAST_TELLING, _LONGER = 6, 10, 0.5, 3
+# Seconds from one line about progress to the next.
+_EVERY = 10.0
 
 
 @dataclass(frozen=True)
@@ -358,7 +361,7 @@ def find_max_norm(
         steps: of a trial: enough to see whether training goes well.
         seeds: how many, or a list.
         progress: called with the steps so far and the most there will be, first before any step.
-            None: the most there will be are written to stderr.
+            None: the most there will be are written to stderr, and every ten seconds what is left.
 
     Returns:
         The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
@@ -387,18 +390,12 @@ def find_max_norm(
     def tick() -> None:
         nonlocal spent
         spent += 1
-        if progress is not None:
-            progress(spent, budget)
+        show(spent, budget)
 
     search = _Search(run, *_checked_clips(limits, rules), len(chosen))
     budget = steps * search.most
-    if progress is not None:
-        progress(0, budget)
-    else:
-        sys.stderr.write(
-            f"find_max_norm: at most {budget:,} training steps, {search.most} times {steps:,}; "
-            "Ctrl-C ends it with what is known then\n"
-        )
+    show = progress or _progress_to_stderr(steps)
+    show(0, budget)
     with kept_random_states(), torch.enable_grad():
         search.run()
     last = search.last
@@ -428,6 +425,29 @@ def find_max_norm(
         is_held_out=last[best][0].held_out is not None,
         is_interrupted=search.is_interrupted,
     )
+
+
+def _progress_to_stderr(steps: int) -> Callable[[int, int], None]:
+    """Writes lines rather than a bar, which a file or a pipe would not show."""
+    begun = last = monotonic()
+
+    def show(done: int, most: int) -> None:
+        nonlocal last
+        if not done:
+            sys.stderr.write(
+                f"find_max_norm: at most {most:,} training steps, {most // steps} times {steps:,}; "
+                "Ctrl-C ends it with what is known then\n"
+            )
+        elif (now := monotonic()) - last >= _EVERY:
+            last = now
+            left = (now - begun) / done * (most - done)
+            time = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+            sys.stderr.write(
+                f"find_max_norm: {done:,} of at most {most:,} steps, at most {time} left; "
+                "Ctrl-C: an answer now\n"
+            )
+
+    return show
 
 
 def _checked_seeds(seeds: Any) -> list[int]:

@@ -66,7 +66,6 @@ def main(chosen: argparse.Namespace) -> int:
             rules=_object_of(chosen.rules) if chosen.rules else (),
             steps=chosen.steps,
             seeds=chosen.seeds,
-            progress=_show_progress,
         )
     except KeyboardInterrupt:
         print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
@@ -103,12 +102,6 @@ def _object_of(target: str) -> Any:
         ) from None
     # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
     return operator.attrgetter(name)(found)
-
-
-def _show_progress(done: int, most: int) -> None:
-    """Shows every twentieth of the steps."""
-    if done * 20 // most != (done - 1) * 20 // most:
-        print(f"{done:,} of at most {most:,} steps; Ctrl-C: an answer now", file=sys.stderr)
 
 
 def _fail(error: BaseException) -> int:
