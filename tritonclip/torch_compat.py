@@ -190,7 +190,8 @@ def get_total_norm(
 
     Returns:
         The norm, 0-d; float64 if any tensor is float64, else float32; on the first tensor's device.
-        With DTensors among the tensors a DTensor, replicated on the mesh of the first one.
+        With DTensors among the tensors a DTensor, replicated on the mesh of the first one; of a
+        pipeline stage the norm over its mesh, as in torch.
 
     Raises:
         TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping

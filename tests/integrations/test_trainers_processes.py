@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import tritonclip
 from helpers.processes import in_processes
-from helpers.spread import grads_of, local, loss_of, mesh_of, parameter, sharded_network
+from helpers.refusing import is_first
+from helpers.spread import grads_of, local, loss_of, mesh_of, parameter, sharded_network, unchanged
 
 
 def _torchtune(utils: Any, model: nn.Module) -> float:
@@ -134,3 +136,61 @@ def test_trainer_clips_two_meshes_as_with_torch(lines: Callable[[Any, nn.Module]
         return nn.ParameterList([*dense, *experts])
 
     _compare_with_torch(lines, make)
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "FSDP2": ((-1,), (Shard(0),)),
+    "HSDP": ((2, -1), (Replicate(), Shard(0))),
+    "TP": ((-1,), (Shard(1),)),
+    "FSDP2 and TP": ((2, -1), (Shard(0), Shard(1))),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", [2.0, math.inf, 8.0])
+@in_processes(4)
+def test_patched_call_raises_everywhere_for_a_norm_that_is_not_finite(
+    layout: str, order: float
+) -> None:
+    """Also where NaN is in one replica alone; torch raises there alone, or nowhere."""
+    sizes, placements = LAYOUTS[layout]
+    named = [parameter((8, 8), mesh_of(*sizes), placements, seed=i) for i in range(2)]
+    if is_first():
+        named[1].grad.to_local()[0, 0] = math.nan
+    said = r"non-finite.*parameters\[1\] \(on rank 0\)"
+    with tritonclip.patch_torch() as patch, unchanged(grads_of(named)):
+        with pytest.raises(RuntimeError, match=said):
+            torch.nn.utils.clip_grad_norm_(named, 1.0, order, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.get_total_norm(grads_of(named), order, error_if_nonfinite=True)
+    assert not patch.served_by_torch
+    dist.barrier()
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@in_processes(4)
+def test_patched_total_norm_of_a_stage_is_that_of_its_mesh(order: float) -> None:
+    """As torchtitan measures the stages of a pipeline, whose norms it then puts together."""
+    mesh = mesh_of(2, 2, names=("pp", "dp"))["dp"]
+    parameters = [
+        parameter((8, 3), mesh, [Shard(0)], seed=dist.get_rank() // 2 + i) for i in (0, 5)
+    ]
+    expected = _total(torch.nn.utils, parameters, order)
+    with tritonclip.patch_torch() as patch:
+        found = _total(torch.nn.utils, parameters, order)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 0.05, found)
+    torch.testing.assert_close(found, expected)
+    assert not patch.served_by_torch
+
+
+@in_processes(2)
+def test_torch_serves_all_processes_where_one_refuses_its_gradients() -> None:
+    """Its shard cannot be written, for its elements share memory."""
+    mesh = mesh_of(-1)
+    shard = torch.ones(1).expand(5) if is_first() else torch.ones(5)
+    grads = [DTensor.from_local(shard, mesh, [Shard(0)])]
+    expected = torch.nn.utils.get_total_norm(grads)
+    with tritonclip.patch_torch() as patch, pytest.warns(tritonclip.ClippingWarning):
+        found = torch.nn.utils.get_total_norm(grads)
+    assert torch.equal(found.full_tensor(), expected.full_tensor())  # type: ignore[attr-defined]
+    assert patch.served_by_torch.total() == 1

@@ -98,7 +98,9 @@ def collect_tensors(
         refuse_parameters(items, label_of)
     device = device_of(items)
     if processes is not None or (not plain and are_sharded(items)):
-        return ShardedGradients(items, items, label_of, processes, device, label_of)
+        sharded = ShardedGradients(items, items, label_of, processes, device, label_of)
+        sharded.may_be_part = not writes
+        return sharded
     return Gradients(items, device, label_of)
 
 
@@ -134,6 +136,8 @@ class ShardedGradients(Gradients):
     absent: Sequence[Tensor]
     # DTensors around the tensors, whose versions count too.
     wrappers: Sequence[Tensor]
+    # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
+    may_be_part: bool = False
 
     def __init__(
         self,

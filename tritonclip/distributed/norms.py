@@ -135,7 +135,9 @@ def measure_shards(
     plan = gradients.plan
     assert plan is not None
     reduction, sharding = plan.reduction, gradients.sharding
-    if not each and (uncovered := sharding.domain.uncovered):
+    # A weight of 0: on a mesh of other processes.
+    is_part = gradients.may_be_part and all(shard.weight for shard in sharding.shards)
+    if not (each or is_part) and (uncovered := sharding.domain.uncovered):
         raise ValueError(uncovered)
     batches, measured, terms = [], [], []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
