@@ -45,3 +45,12 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(package):
 
 def test_a_second_file_ends_with_status_2(run):
     assert "usage: python -m tritonclip plot" in run("plot", "a.csv", "b.png", status=2).err
+
+
+def test_plot_draws_the_list_with_most_calls_or_one_by_number(path, run):
+    rows = [
+        f'{step},{1 + step % 7},"{1 + step % 3 % 2}: 1 tensor, 2 elements"' for step in range(90)
+    ]
+    path.write_text("\n".join(["step,norm,list", *rows, ""]))
+    assert "of the list 1: 1 tensor, 2 elements, one of 2" in run("plot", path).err
+    assert not run("plot", path, "--list", 2, "--out", path.with_suffix(".svg")).err

@@ -241,6 +241,61 @@ def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folde
     assert done.stderr.count("40 of clip_grad_norm_") == 1
 
 
+LISTS_OF_SOME = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+whole = init_device_mesh("cpu", (size,))
+half = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))["b"]
+
+def sharded(mesh):
+    made = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    made.grad = distribute_tensor(torch.full((8, 4), 3.0), mesh, [Shard(0)])
+    return made
+
+first, second = sharded(whole), sharded(half)
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(8, 4))
+torch.manual_seed(rank)
+probe = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    if rank < 2 and step % 3:
+        clip_grad_norm_([second], 1.0)
+    clip_grad_norm_([first], 1.0)
+    if rank == 0:
+        # Of the same size as the model, and alone.
+        probe(torch.randn(2, 8)).square().sum().backward()
+        clip_grad_norm_(probe.parameters(), 0.1)
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).square().mean().backward()
+    if rank == 0 and step % 2:
+        get_total_norm([p.grad for p in model.parameters()])
+    clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+weights = [torch.zeros(4, 8) for _ in range(size)]
+dist.all_gather(weights, model.module.weight.detach())
+if rank == 0:
+    print(max((weight - weights[0]).abs().max().item() for weight in weights))
+dist.destroy_process_group()
+"""
+
+
+def test_turns_do_not_depend_on_lists_that_other_processes_do_not_have(folder):
+    """Four processes: a second list on half of the mesh would hang, and a probe would drift."""
+    (folder / "some.py").write_text(LISTS_OF_SOME)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    done = python(*launch, "-m", "tritonclip", "run", "--compare", "some.py", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0.0\n"
+    assert "too few calls to compare; expected" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "options",
     [[], ["--compare"], ["--record", "a.csv"], ["-m"]],

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
+import torch
 
 import tritonclip
+from helpers.cases import parameters
 from helpers.workers import python
 
 
@@ -112,3 +117,118 @@ assert not found & extras, found & extras
 def test_suggestion_is_imported_late_and_imports_no_extra():
     done = python("-c", IMPORTED)
     assert done.returncode == 0, done.stderr
+
+
+def record_calls(path, clip):
+    """A run of 300 steps under the patch, with two models: norms of some 0.01, and of some 200."""
+    numbers = random.Random(0)
+    torch.manual_seed(0)
+    models = [parameters([torch.zeros(4) for _ in range(3)]) for _ in range(2)]
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        for _ in range(300):
+            for params, size in zip(models, (0.01, 200.0), strict=True):
+                scale = (
+                    size * numbers.lognormvariate(0, 0.3) * (20 if numbers.random() < 0.03 else 1)
+                )
+                for param in params:
+                    param.grad = scale * torch.randn(4)
+            clip(*models)
+
+
+def clip(*args, **kwargs):
+    torch.nn.utils.clip_grad_norm_(*args, **kwargs)
+
+
+def limits_in(printed):
+    return [line.split()[1] for line in printed.splitlines() if line.startswith("max_norm: ")]
+
+
+def test_suggest_advises_for_each_of_two_models(path, run):
+    record_calls(path, lambda small, large: (clip(iter(small), 1.0), clip(large, 1.0)))
+    printed = run("suggest", path).out
+    assert "List 1: 3 tensors, 12 elements, 300 calls\n" in printed
+    small, large = map(float, limits_in(printed))
+    assert 0.03 < small < 0.2
+    assert 600 < large < 4000
+    assert tritonclip.suggest_max_norm(path, list=1).max_norm == small
+    assert tritonclip.suggest_max_norm(path, list="2: 3 tensors, 12 elements").max_norm == large
+    assert limits_in(run("suggest", path, "--list", 2).out) == [f"{large:g}"]
+    with pytest.raises(ValueError, match=r"list= .* got None .*'1: 3 tensors, 12 elements'; '2: 3"):
+        tritonclip.suggest_max_norm(path)
+    assert (
+        "got '7' for a run with the lists '1: " in run("suggest", path, "--list", 7, status=1).err
+    )
+
+
+def test_suggest_says_that_one_call_a_parameter_is_clip_by_norm(path, run):
+    record_calls(path, lambda small, large: [clip(p, 1.0) for p in small + large])
+    printed = run("suggest", path).out
+    assert "6 of these lists are single tensors" in printed
+    assert "ClipByNorm(max_norm)" in printed
+    found = [*map(float, limits_in(printed))]
+    assert len(found) == 6
+    assert max(found[:3]) < 0.2 < 300 < min(found[3:])
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(math.inf, "its limit is inf"), (1e9, "its limit was never reached, and another order")],
+    ids=str,
+)
+def test_suggest_gives_no_limit_for_a_norm_that_is_only_logged(path, run, limit, said):
+    def step(_, large):
+        clip(large, limit, norm_type=math.inf)
+        clip(large, 1.0)
+
+    record_calls(path, step)
+    printed = run("suggest", path).out
+    assert f"order inf, 300 calls: only logged, since {said}" in printed
+    (found,) = map(float, limits_in(printed))
+    assert 600 < found < 4000
+    assert tritonclip.suggest_max_norm(path).max_norm == found
+
+
+def test_suggest_advises_for_runs_that_only_measure(path, run):
+    record_calls(path, lambda small, large: (clip(small, math.inf), clip(large, math.inf)))
+    assert len(limits_in(run("suggest", path).out)) == 2
+
+
+def test_suggest_separates_two_limits_of_one_list(path, run):
+    """The second sees what the first left."""
+    record_calls(path, lambda _, large: (clip(large, 300.0), clip(large, 100.0)))
+    printed = run("suggest", path).out
+    first, second = printed.split("elements, limit 300")
+    assert "something clips before" in first
+    assert "Clip at" in second
+
+
+def test_suggest_takes_a_schedule_of_limits_for_one_series(path, run):
+    limits = iter(range(10_000))
+    record_calls(path, lambda small, _: clip(small, 1.0 + next(limits)))
+    assert len(limits_in(run("suggest", path).out)) == 1
+
+
+def test_suggest_counts_the_lists_that_it_does_not_show(path, run):
+    params = parameters([torch.ones(2) for _ in range(9)])
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        for step in range(30):
+            for param in params:
+                param.grad = torch.full((2,), 1.0 + step % 7)
+                clip(param, 1.0)
+    printed = run("suggest", path).out
+    assert len(limits_in(printed)) == 6
+    assert "\nand 3 lists with fewer calls" in printed
+
+
+def test_lists_above_the_bound_are_not_recorded_with_one_warning(path, monkeypatch):
+    monkeypatch.setattr("tritonclip.monitor.gradient_lists.MOST_LISTS", 2)
+    params = parameters([torch.ones(2) for _ in range(4)])
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        for param in params[:2]:
+            clip(param, 1.0)
+        with pytest.warns(tritonclip.ClippingWarning, match="further ones are not"):
+            clip(params[2], 1.0)
+        # Without another warning, which would be an error here.
+        for param in params:
+            clip(param, 1.0)
+    assert recorder.steps == 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,6 +41,8 @@ _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
 # With more outliers than this, a limit among them lets most of them pass.
 _MOST_APART = 1 / 3
 _N_SPIKES = 3
+# Lists that an error names.
+_MOST_NAMED = 6
 # Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
 _SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
 # A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
@@ -143,6 +145,7 @@ def suggest_max_norm(
     history: str | os.PathLike[str] | Recorder | History | Tensor | Iterable[float | Tensor],
     *,
     warmup: int | None = None,
+    list: int | str | None = None,
 ) -> Suggestion:
     """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
@@ -171,6 +174,9 @@ def suggest_max_norm(
         warmup: the number of steps to leave out at the start. None: found from blocks of the first
             fifth of the run. The warm-up ends with the last block whose median is outside of the
             middle 90% of the second fifth.
+        list: the number or the whole name of a list of parameters, for a file of
+            :func:`patch_torch` or `python -m tritonclip run` with several of them. None: the only
+            list that is clipped.
 
     Returns:
         The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
@@ -182,7 +188,7 @@ def suggest_max_norm(
         FileNotFoundError: no such file.
         TypeError: a history of another kind.
         ValueError: not a history file; a negative norm; fewer than 20 finite norms after the
-            warm-up.
+            warm-up; several lists and no `list`, or one that is not there; their names are said.
 
     Notes:
         Everything is computed on the host; reading norms from a device waits for it.
@@ -194,7 +200,52 @@ def suggest_max_norm(
     """
     if not (warmup is None or (type(warmup) is int and warmup >= 0)):
         raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
-    return _suggest(_as_history(history), warmup)
+    return _suggest(one_of(_as_history(history), list)[1], warmup)
+
+
+def one_of(history: History, wanted: int | str | None) -> tuple[str, History]:
+    """The name and the steps of one list of a history."""
+    series = history.series()
+    if wanted is None:
+        if len(series) == 1:
+            return next(iter(series.items()))
+        found = to_judge(series)
+    else:
+        found = [name for name in series if wanted == name or name.startswith(f"{wanted}: ")]
+        found = [str(wanted)] if wanted in series else found
+    if len(found) != 1:
+        names = found or [*series]
+        shown = "; ".join(map(repr, names[:_MOST_NAMED]))
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise ValueError(
+            f"expected list= with the number or the whole name of one list, got {wanted!r} for a "
+            f"run with the lists {shown}{more}"
+        )
+    return found[0], series[found[0]]
+
+
+def to_judge(series: Mapping[str, History]) -> Sequence[str]:
+    """The names of series to suggest a limit for; short ones only if there are no others."""
+    logged = only_logged(series)
+    clipped = [name for name in series if name not in logged]
+    return [name for name in clipped if len(series[name]) >= _LEAST_STEPS] or clipped
+
+
+def only_logged(series: Mapping[str, History]) -> dict[str, str]:
+    """Why series are those of norms that nothing is clipped by; none if the run clips nothing."""
+    clipping = [name for name, one in series.items() if one.is_limited]
+    reasons = {} if not clipping else dict.fromkeys(series, "its limit is inf")
+    for name in clipping:
+        del reasons[name]
+        head, is_other, _ = name.partition(", order ")
+        if is_other and not series[name].is_clipped.any():
+            # Also beside a norm of another order by which the list is clipped.
+            kin = [
+                n for n in clipping if n != name and n.partition(", ")[0] == head.partition(", ")[0]
+            ]
+            if any(series[n].is_clipped.any() for n in kin):
+                reasons[name] = "its limit was never reached, and another order clips"
+    return reasons
 
 
 def _as_history(history: object) -> History:

@@ -3,6 +3,10 @@
 To compare, torch's function and ours take turns on the run's own gradients. Each call clips once,
 and the run goes on with its result. Times are of single calls between the run's other work, so that
 gradients lie in the cache, or not, as they do in the run.
+
+Over processes, collectives have to be the same on all of a mesh, and replicas have to be clipped
+alike. So a turn depends on nothing that other processes do not see: not on other lists, which one
+process may clip alone, and not on when tensors are freed.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -23,17 +28,19 @@ from tritonclip import torch_compat
 from tritonclip.integrations.patching import Call, original_of
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
+from tritonclip.monitor.gradient_lists import GradientList, GradientLists
 
 # The functions that return the norm of what they get.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
-# Two calls in so many measure the norm both ways, and are not timed. Prime: a loop that clips
-# several lists in turn has each of them among these calls.
+# Two calls in so many measure the norm both ways, and are not timed.
 _CHECKED_IN = 17
 # Multiples of it, modulo 1, are spread evenly, and so is every second, third, ... of them: each
-# function gets as many turns, also where several lists alternate.
+# function gets as many turns, also where lists of equal size alternate.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # Calls that are timed by each, from which on a list is judged; the most that are kept.
 _LEAST, _MOST = 3, 100_000
+# Kinds of calls whose turns are counted at a time, and elements of a replica by which they differ.
+_MOST_TURNS, _SAMPLED = 100_000, 16
 # Variables that launchers set for each process, with its rank.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -45,12 +52,13 @@ def rank() -> int:
 
 @dataclass
 class _List:
-    """Calls of one function on gradients of one number and size; times in microseconds."""
+    """Calls of one function on one list; times in microseconds."""
 
     name: str
     n_gradients: int
     n_elements: int
     device: torch.device
+    changes: bool = False
     n_calls: int = 0
     # By torch, by tritonclip.
     n_served: list[int] = field(default_factory=lambda: [0, 0])
@@ -95,10 +103,9 @@ class CallLog:
         self._launched = any(name in os.environ for name in _RANKS)
         # Why torch serves all calls, if it does.
         self._objection: str | None = None
+        self._found = GradientLists()
         self._lists: dict[tuple[object, ...], _List] = {}
-        # Calls of this process alone, and those that several processes make together, whose turns
-        # have to be the same on all of them.
-        self._n_calls = [0, 0]
+        self._turns: Counter[int] = Counter()
         # Microseconds outside of clipping until now, and when the last call was left.
         self._outside, self._left = 0.0, 0
 
@@ -126,15 +133,13 @@ class CallLog:
         self, call: Call, tensors: Sequence[Tensor]
     ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
         device = tensors[0].device
-        size = (call.name, len(tensors), sum(tensor.numel() for tensor in tensors), device)
-        calls = self._lists.setdefault(size, _List(*size))
+        found = self._found.find(_given_to(call) or tensors)
+        calls = self._list_of(call, found, tensors)
         calls.n_calls += 1
         if calls.outside is not None:
             calls.gaps.append(self._outside - calls.outside)
         calls.outside = self._outside
-        are_shared = any(hasattr(tensor, "device_mesh") for tensor in tensors)
-        n = self._n_calls[are_shared]
-        self._n_calls[are_shared] += 1
+        n = self._turn_of(call, tensors)
         is_ours = n * _GOLDEN % 1 < 0.5
         other = None
         is_checked = n % _CHECKED_IN < 2
@@ -152,6 +157,39 @@ class CallLog:
 
         self._left = start = perf_counter_ns()
         return call.ours if is_ours else call.original, done
+
+    def _list_of(self, call: Call, found: GradientList | None, tensors: Sequence[Tensor]) -> _List:
+        """The times of a list by a function; lists whose members change are one for a function."""
+        device, changes = tensors[0].device, found is None or found.changes
+        key = (call.name, call.arguments.get("norm_type"), device, None if changes else found)
+        if key not in self._lists:
+            n_elements = sum(tensor.numel() for tensor in tensors)
+            self._lists[key] = _List(call.name, len(tensors), n_elements, device, changes)
+        return self._lists[key]
+
+    def _turn_of(self, call: Call, tensors: Sequence[Tensor]) -> int:
+        """The number of a call, which is the same on all processes that have to serve it alike."""
+        meshes = {id(mesh): mesh for t in tensors if (mesh := getattr(t, "device_mesh", None))}
+        kind: list[object] = [call.name, len(tensors), sum(t.numel() for t in tensors)]
+        kind += [
+            call.arguments.get("norm_type"),
+            sorted(str(mesh.mesh.tolist()) for mesh in meshes.values()),
+        ]
+        if not meshes and self._is_one_of_many():
+            # Maybe replicas, which have equal gradients: those of a list that one process has alone
+            # differ from them.
+            limit = call.arguments.get("max_norm", call.arguments.get("clip_value"))
+            kind += [None if isinstance(limit, Tensor) else limit, _sample(tensors)]
+        number = zlib.crc32(repr(kind).encode())
+        if len(self._turns) > _MOST_TURNS:
+            self._turns.clear()
+        self._turns[number] += 1
+        return number + self._turns[number]
+
+    def _is_one_of_many(self) -> bool:
+        distributed = torch.distributed
+        is_initialized = distributed.is_available() and distributed.is_initialized()
+        return self._launched or (is_initialized and distributed.get_world_size() > 1)
 
     def _find_objection(self) -> str | None:
         """Why torch has to serve all calls: replicas have to be clipped alike."""
@@ -198,16 +236,18 @@ class CallLog:
         lines = [line for calls in judged[:_MOST_LISTS] for line in _lines(calls)]
         if (more := len(judged) - _MOST_LISTS) > 0:
             lines.append(f"and {more} lists of gradients that take less time")
+        if (more := len(self._lists) - len(judged)) > 0:
+            lines.append(f"and {more} lists of too few calls to compare")
         on_gpu = any(calls.device.type == "cuda" for calls in judged)
         lines.append(_LEGEND + _WAITS * on_gpu)
         if math.inf in (calls.difference for calls in judged):
             lines.append(_ONE_FINITE)
-        return [*lines, _verdict(judged[0])]
+        return [*lines, _verdict(judged, self._outside)]
 
 
 _MOST_LISTS = 6
-# A share of a run that is worth a word.
-_MATTERS = 0.01
+# A share of a run that matters, and of a call below which two times are about the same.
+_MATTERS, _SAME = 0.01, 0.05
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
 the time from the first call to the last. Two calls in 17 are not timed: they measure
@@ -228,16 +268,44 @@ for max_grad_norm, gradient_clip_val or clip_grad in the script's settings, or c
 only measures: torch.nn.utils.clip_grad_norm_(parameters, float("inf")), after backward."""
 
 
-def _tensors_of(call: Call) -> list[Tensor] | None:
-    """The gradients of a call, or the tensors to measure; None where they are something else."""
+def _given_to(call: Call) -> list[Tensor] | None:
+    """The tensors that are given to a call; None where they are something else."""
     given = call.arguments.get("parameters", call.arguments.get("tensors"))
     if isinstance(given, Tensor):
-        given = [given]
-    if not isinstance(given, list | tuple) or not all(isinstance(x, Tensor) for x in given):
+        return [given]
+    # Can be read twice, as an iterator cannot.
+    if not (isinstance(given, Sized) and isinstance(given, Iterable)):
         return None
-    if call.name == "get_total_norm":
-        return [*given]
+    tensors = [*given]
+    return tensors if all(isinstance(x, Tensor) for x in tensors) else None
+
+
+def _tensors_of(call: Call) -> list[Tensor] | None:
+    """The gradients of a call, or the tensors to measure; None where they are something else."""
+    given = _given_to(call)
+    if given is None or call.name == "get_total_norm":
+        return given
     return [x.grad for x in given if x.grad is not None]
+
+
+def _sample(tensors: Sequence[Tensor]) -> list[float]:
+    """Some elements of a list, which differ from step to step."""
+    found: list[float] = []
+    try:
+        for tensor in {
+            id(t): t for t in (tensors[0], tensors[len(tensors) // 2], tensors[-1])
+        }.values():
+            flat = tensor.detach().flatten()
+            taken = flat[:: max(1, len(flat) // _SAMPLED)]
+            found += (
+                torch.view_as_real(taken.resolve_conj()).flatten().tolist()
+                if taken.is_complex()
+                else taken.tolist()
+            )
+    except (RuntimeError, NotImplementedError):
+        # Not of sparse gradients, for example, on any of the replicas.
+        return []
+    return found
 
 
 def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
@@ -296,34 +364,51 @@ def _lines(calls: _List) -> list[str]:
     ratio = f"  {torchs / ours:.2f}x"
     if calls.difference is not None:
         ratio += f"; largest relative difference of the norms: {calls.difference:.0e}"
+    of = f"{calls.n_gradients:,} gradients with {calls.n_elements:,} elements"
+    if calls.changes:
+        of = "lists that change from call to call"
     return [
-        f"{calls.name} of {calls.n_gradients:,} gradients with {calls.n_elements:,} elements, "
-        f"{calls.n_calls:,} calls",
+        f"{calls.name} of {of}, {calls.n_calls:,} calls",
         f"  torch       {times[0]}",
         f"  tritonclip  {times[1]}",
         ratio,
     ]
 
 
-def _verdict(calls: _List) -> str:
-    """One sentence: whether tritonclip helps the speed of this run."""
-    torchs, ours = map(statistics.median, calls.walls)
-    faster, slower = map(_interval, calls.walls if torchs < ours else calls.walls[::-1])
-    if faster[1] >= slower[0]:
+def _verdict(lists: Sequence[_List], outside: float) -> str:
+    """Whether tritonclip helps the speed of this run; `outside`: its time beside clipping."""
+    torchs, ours, least, most = 0.0, 0.0, [0.0, 0.0], [0.0, 0.0]
+    n_calls = sum(calls.n_calls for calls in lists)
+    for calls in lists:
+        torchs += calls.n_calls * statistics.median(calls.walls[0])
+        ours += calls.n_calls * statistics.median(calls.walls[1])
+        for i, walls in enumerate(calls.walls):
+            low, high = _interval(walls)
+            least[i] += calls.n_calls * low
+            most[i] += calls.n_calls * high
+    saved, ratio = (torchs - ours) / (torchs + outside), torchs / ours
+    text = (
+        f"a call takes {_time_text(ours / n_calls)} in place of {_time_text(torchs / n_calls)}"
+        f"{' in the mean of the lists' if len(lists) > 1 else ''}"
+    )
+    again = "Run for more steps, or on a machine that does nothing else."
+    if max(least) <= min(most):
+        if abs(ratio - 1) < _SAME:
+            return (
+                f"It is not clear whether tritonclip helps: both take about the same time. {again}"
+            )
         return (
-            "It is not clear whether tritonclip helps: both take about the same time. Run for more "
-            "steps, or on a machine that does nothing else."
+            f"It is not clear whether tritonclip helps: {text}, {ratio:.2f}x, but times vary so "
+            f"much, or are so few, that this may be chance. {again}"
         )
     if ours > torchs:
-        return (
-            f"tritonclip does not help the speed of this run: a call takes {_time_text(ours)} in "
-            f"place of {_time_text(torchs)}."
-        )
-    saved = (torchs - ours) / (torchs + statistics.fmean(calls.gaps))
-    text = f"a call takes {_time_text(ours)} in place of {_time_text(torchs)}"
+        return f"tritonclip does not help the speed of this run: {text}."
     if saved < _MATTERS:
         return (
             f"tritonclip is faster, but it hardly matters here: {text}, which saves {saved:.2%} of "
-            "the time of this run."
+            f"the time of this run, less than {_MATTERS:.0%}."
         )
-    return f"tritonclip helps: {text}, which saves {saved:.1%} of the time of this run."
+    return (
+        f"tritonclip helps: {text}, which saves {saved:.1%} of the time of this run, "
+        f"{_MATTERS:.0%} or more."
+    )

@@ -23,10 +23,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(chosen: argparse.Namespace) -> int:
     """Draws the norms, with candidates for max_norm, and prints the path of the figure."""
     from tritonclip.advice import plot as figure
-    from tritonclip.advice.suggestion import suggest_max_norm
+    from tritonclip.advice.suggestion import one_of, suggest_max_norm, to_judge
     from tritonclip.monitor.history import read
 
     history = read(chosen.file)
+    series = history.series()
+    if chosen.list is not None:
+        _, history = one_of(history, chosen.list)
+    elif len(series) > 1:
+        name = to_judge(series)[0]
+        history = series[name]
+        print(
+            f"The figure is of the list {name}, one of {len(series)}; --list NUMBER draws another",
+            file=sys.stderr,
+        )
     target = chosen.out or chosen.file.with_suffix(".png")
     if chosen.out is None and target.exists():
         raise FileExistsError(f"{target} exists; to replace it, write --out {target}")

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from tritonclip.commands.find import at_least
 
+# Lists that are shown.
+_MOST_LISTS = 6
+
 if TYPE_CHECKING:
     from tritonclip.advice.suggestion import Suggestion
 
@@ -27,13 +30,52 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="steps to leave out at the start; found by default",
     )
+    command.add_argument(
+        "--list",
+        metavar="NUMBER",
+        help="one list of parameters of the run, by its number or whole name",
+    )
 
 
 def main(chosen: argparse.Namespace) -> int:
-    """Prints the suggestion."""
-    from tritonclip.advice.suggestion import suggest_max_norm
+    """Prints the suggestion for each list of parameters that is clipped."""
+    from tritonclip.advice.suggestion import one_of, only_logged, suggest_max_norm, to_judge
+    from tritonclip.monitor.history import read
 
-    suggestion = suggest_max_norm(chosen.file, warmup=chosen.warmup)
+    history = read(chosen.file)
+    wanted = chosen.list
+    series = history.series() if wanted is None else dict([one_of(history, wanted)])
+    if len(series) == 1:
+        (only,) = series.values()
+        _print(suggest_max_norm(only, warmup=chosen.warmup))
+        return 0
+    logged = only_logged(series)
+    clipped = to_judge(series)
+    single = sum(": 1 tensor, " in name for name in clipped)
+    if single > 1:
+        print(
+            f"{single} of these lists are single tensors: the run clips each gradient by its own "
+            "norm, as clip_(parameters, ClipByNorm(max_norm)) does in one call."
+        )
+    for name in clipped[:_MOST_LISTS]:
+        print(f"\nList {name}, {len(series[name])} calls")
+        try:
+            _print(suggest_max_norm(series[name], warmup=chosen.warmup))
+        except ValueError as error:
+            # The others may have norms enough.
+            print(f"No suggestion: {error}")
+    if (more := len(series) - len(logged) - len(clipped[:_MOST_LISTS])) > 0:
+        print(f"\nand {more} lists with fewer calls; --list NUMBER shows one")
+    if logged:
+        print()
+    for name in [*logged][:_MOST_LISTS]:
+        print(f"List {name}, {len(series[name])} calls: only logged, since {logged[name]}")
+    if (more := len(logged) - _MOST_LISTS) > 0:
+        print(f"and {more} lists that are only logged")
+    return 0
+
+
+def _print(suggestion: Suggestion) -> None:
     judged = f"Judged by the norms of {suggestion.steps} steps"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
@@ -44,7 +86,6 @@ def main(chosen: argparse.Namespace) -> int:
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
     only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
     print(f"max_norm: {limit}{only}")
-    return 0
 
 
 def _left_out(suggestion: Suggestion) -> str:

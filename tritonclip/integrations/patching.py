@@ -116,7 +116,10 @@ class TorchPatch:
         assert recorder is not None
         try:
             limit = limit if isinstance(limit, torch.Tensor) else float(limit)
-            recorder.add_(arguments.get("total_norm", result), limit=limit)
+            tensors = arguments["parameters"]
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+            norm, order = arguments.get("total_norm", result), arguments.get("norm_type", 2.0)
+            recorder.add_call_(tensors, norm, limit, float(order))
         except Exception as error:
             self.recorder = None
             warn_user(

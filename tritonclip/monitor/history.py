@@ -20,6 +20,11 @@ from tritonclip.messages import printable
 
 # A recorder writes these, in this order, and then one for each named norm.
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped", "loss")
+# Under a patch, follows them: which list of parameters a step is of.
+LIST = "list"
+# A list has a series for each limit if it has so few, and comes back to each so often; other limits
+# are those of a schedule.
+_MOST_LIMITS, _LEAST_TURNS = 4, 5
 # Begins the columns of named norms, so that no name collides with those above.
 PREFIX = "norm/"
 _WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
@@ -38,9 +43,11 @@ class History:
         skipped: 1 for steps that were skipped; NaN where unknown.
         losses: of the steps' batches; NaN where unknown.
         named_norms: norms of groups or parameters, by name.
+        lists: the names of the lists of parameters, at which the column `list` points.
     """
 
     columns: Mapping[str, Tensor]
+    lists: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = torch.arange(1, len(self.columns["norm"]) + 1, device="cpu")
@@ -61,7 +68,36 @@ class History:
 
     def first(self, n: int) -> History:
         """The first n steps."""
-        return History({name: column[:n] for name, column in self.columns.items()})
+        return History({name: column[:n] for name, column in self.columns.items()}, self.lists)
+
+    def series(self) -> dict[str, History]:
+        """The steps of each list of parameters, by its name; most steps first.
+
+        Steps count the calls on a list if there are several series. A list that is clipped at a
+        few limits in turn has a series for each of them. A history without the column `list` is
+        one series without a name.
+        """
+        if not self.lists:
+            return {"": self}
+        found = {}
+        for code, name in enumerate(self.lists):
+            one = self._where(self.columns[LIST] == code)
+            limits = one.limits.unique()
+            changes = int((one.limits[1:] != one.limits[:-1]).sum())
+            in_turn = 1 < len(limits) <= _MOST_LIMITS and changes >= _LEAST_TURNS * len(limits)
+            if not in_turn or limits.isnan().any():
+                found[name] = one
+                continue
+            for limit in limits.tolist():
+                found[f"{name}, limit {limit:g}"] = one._where(one.limits == limit)
+        if len(found) == 1:
+            return dict.fromkeys(found, self)
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    def _where(self, chosen: Tensor) -> History:
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        steps = torch.arange(1, int(chosen.sum()) + 1, dtype=torch.float64, device="cpu")
+        return History({**{n: c for n, c in columns.items() if n != LIST}, "step": steps})
 
     @property
     def is_limited(self) -> bool:
@@ -106,7 +142,8 @@ def read(path: str | os.PathLike[str]) -> History:
     Args:
         path: a .csv file with a column `norm`. The columns `step`, `coefficient`, `limit`,
             `skipped` and `loss` are optional, and so are named norms in columns `norm/<name>`.
-            Other columns are not read. A loss that is no number is unknown. Rows without a norm
+            A column `list` says which list of parameters a row is of. Other columns are not
+            read. A loss that is no number is unknown. Rows without a norm
             are left out, and so is a last line without a line break, which a crash may have cut.
 
     Returns:
@@ -138,12 +175,14 @@ def _history_in(text: str) -> History:
     lines = csv.reader(io.StringIO(text))
     try:
         # A name may end in a space.
-        names = [n.strip() if n.strip() in COLUMNS else n.lstrip() for n in next(lines, [])]
+        known = {*COLUMNS, LIST}
+        names = [n.strip() if n.strip() in known else n.lstrip() for n in next(lines, [])]
         if names and "norm" not in names:
             found = ", ".join(f"{name!r:.40}" for name in names[:8])
             raise ValueError(f"line 1: expected a column 'norm', got columns {found}")
-        wanted = {name for name in names if name in COLUMNS or name.startswith(PREFIX)}
+        wanted = {name for name in names if name in known or name.startswith(PREFIX)}
         columns = {name: array("d") for name in wanted}
+        lists: dict[str, int] = {}
         for cells in lines:
             if not cells:
                 continue
@@ -155,7 +194,11 @@ def _history_in(text: str) -> History:
             row = {name: cell for name, cell in zip(names, cells, strict=True) if name in wanted}
             if row["norm"]:
                 for name, cell in row.items():
-                    columns[name].append(_number(lines.line_num, name, cell))
+                    if name == LIST:
+                        number = float(lists.setdefault(cell, len(lists)))
+                    else:
+                        number = _number(lines.line_num, name, cell)
+                    columns[name].append(number)
                 _check_last(lines.line_num, columns)
     except csv.Error as error:
         expected = f"line {lines.line_num}: expected comma-separated values"
@@ -169,7 +212,8 @@ def _history_in(text: str) -> History:
         {
             name: torch.tensor(column, dtype=torch.float64, device="cpu")
             for name, column in columns.items()
-        }
+        },
+        tuple(printable(name) or "no list" for name in lists) if any(lists) else (),
     )
 
 

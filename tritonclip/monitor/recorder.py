@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tritonclip.messages import join_names, printable
+from tritonclip.messages import join_names, printable, warn_user
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history import COLUMNS, PREFIX, check_path
+from tritonclip.monitor.gradient_lists import MOST_LISTS, GradientLists
+from tritonclip.monitor.history import COLUMNS, LIST, PREFIX, check_path
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 from tritonclip.rules.arguments import as_count, as_flag, local_number
 
@@ -76,7 +77,9 @@ def record(
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
-        Unknown values are empty in the file. A run that resumes from a checkpoint loads
+        Unknown values are empty in the file. Under :func:`patch_torch` and `python -m tritonclip
+        run`, each call is a step, and a further column says which list of parameters it was on. A
+        run that resumes from a checkpoint loads
         `state_dict()`, as a ClippedOptimizer does with its own; its rows then replace those after
         the checkpoint. docs/choosing_max_norm.md has all columns.
     """
@@ -137,6 +140,10 @@ class Recorder:
         self._rows = _RowWriter(_HistoryFile(self.path), every)
         self.steps: int = 0
         self._names: tuple[str, ...] | None = None
+        # Whether rows say which list they are of; fixed by the first row.
+        self._has_lists = False
+        self._lists = GradientLists()
+        self._warned_of_lists = False
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
 
@@ -157,13 +164,13 @@ class Recorder:
         """The names of `norms`, fixed by the first step; None before."""
         return self._names
 
-    def prepare(self, names: tuple[str, ...]) -> None:
+    def prepare(self, names: tuple[str, ...], *, of_list: bool = False) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
-        if names != self._names:
-            self._check_names(names)
+        if names != self._names or of_list > self._has_lists:
+            self._check_names(names, of_list)
 
-    def append_(self, row: list[Value]) -> None:
+    def append_(self, row: list[Value], of_list: str | None = None) -> None:
         """Adds a step that was prepared; raises as `add_` does.
 
         The row has checked values: norm, coefficient, limit, whether it was skipped, loss and the
@@ -172,7 +179,8 @@ class Recorder:
         self._check_open()
         # Known since the names are.
         if self._write:
-            self._rows.buffer.add_([self.steps + 1, *row])
+            lists = [of_list] if self._has_lists else []
+            self._rows.buffer.add_([self.steps + 1, *row[:5], *lists, *row[5:]])
         self.steps += 1
         if self.steps % self.every == 0:
             self._rows.flush(wait=False)
@@ -234,6 +242,30 @@ class Recorder:
         self.prepare(tuple(named))
         self.append_(row)
 
+    def add_call_(
+        self,
+        tensors: Sequence[Tensor],
+        norm: float | Tensor,
+        limit: float | Tensor,
+        norm_type: float = 2.0,
+    ) -> None:
+        """Adds a call of a patched function on a list of parameters; raises as `add_` does."""
+        refuse_tracer()
+        self._check_open()
+        values = [_checked_value("norm", norm, least=0.0), None, _checked_value("limit", limit)]
+        found = self._lists.find(tensors)
+        if found is None:
+            if not self._warned_of_lists:
+                self._warned_of_lists = True
+                warn_user(
+                    f"{self!r} has {MOST_LISTS:,} lists of parameters, and further ones are not "
+                    "recorded. Clip fewer lists, or give each part of the run a recorder"
+                )
+            return
+        name = str(found) if norm_type == 2.0 else f"{found}, order {norm_type:g}"
+        self.prepare((), of_list=True)
+        self.append_([*values, None, None], name)
+
     def flush(self) -> None:
         """Writes all rows; waits for the device.
 
@@ -278,7 +310,12 @@ class Recorder:
         self._rows.flush()
         self.steps = self._rows.file.resumed = steps
 
-    def _check_names(self, names: tuple[str, ...]) -> None:
+    def _check_names(self, names: tuple[str, ...], of_list: bool) -> None:
+        if self._names == names:
+            raise ValueError(
+                f"{self.path} has rows of one list of parameters, which no column names; expected "
+                "another recorder for patch_torch"
+            )
         if self._names is not None:
             changed = sorted(set(names) ^ set(self._names)) or ["another order"]
             raise ValueError(
@@ -295,8 +332,8 @@ class Recorder:
                 "the group"
             )
         if self.writes:
-            self._rows.file.begin(names)
-        self._names = names
+            self._rows.file.begin(names, of_list=of_list)
+        self._names, self._has_lists = names, of_list
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -398,9 +435,10 @@ class _HistoryFile:
         # The bytes of whole lines.
         self._size = 0
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(self, names: Sequence[str], *, of_list: bool) -> None:
         """Fixes the columns, at the first row; raises if the file has others, or another run."""
-        header = _as_csv([(*COLUMNS, *(PREFIX + printable(name) for name in names))])
+        lists = [LIST] if of_list else []
+        header = _as_csv([(*COLUMNS, *lists, *(PREFIX + printable(name) for name in names))])
         if self.path.exists() and self.path.stat().st_size:
             if self.resumed is None:
                 raise FileExistsError(
@@ -443,7 +481,7 @@ class _HistoryFile:
         return size
 
 
-def _cells_of(row: Row) -> list[float | None]:
+def _cells_of(row: Row) -> Row:
     """The cells of a row: the step as a whole number, `skipped` as 1 or 0."""
     cells = [*row]
     for at in (_STEP, _SKIPPED):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonclip.modes import follow_stream, is_captured, outside_inference, without_grad
 
 Value = float | Tensor | None
-Row = list[float | None]
+Row = list[Any]
 
 # Values of a block, 1 MiB in float64. A full block is sent before its rows are due.
 _BLOCK = 2**17
@@ -39,8 +39,8 @@ class RowBuffer:
         self._stream: Any = None
         self._copies: deque[_Copy] = deque()
 
-    def add_(self, row: Sequence[Value]) -> None:
-        """Adds a row: numbers, None, and tensors, 1-d ones of as many neighbours as elements."""
+    def add_(self, row: Sequence[Value | str]) -> None:
+        """Adds a row: numbers, text, None, and tensors; a 1-d one stands for its elements."""
         cells: Row = []
         columns: list[int] = []
         tensors = []

@@ -1,0 +1,122 @@
+"""Which list of parameters, or of gradients, a call of torch's functions is on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Lists of a run above which further ones are not known.
+MOST_LISTS = 1000
+# Lists that begin or end with the same tensor, or that were freed after one call. More are one list
+# whose members change.
+_MOST_VARIANTS = 8
+
+
+@dataclass(eq=False)
+class GradientList:
+    """One list of a run, numbered from 1 in the order of the first calls."""
+
+    number: int
+    n_tensors: int
+    n_elements: int
+    # Members change from call to call.
+    changes: bool = False
+    n_calls: int = 0
+    members: tuple[int, ...] = ()
+    # Of the first tensor. A weak reference to the tensor would keep torch from swapping it.
+    storage: StorageWeakRef | None = None
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its tensors are gone, or have moved since the last call."""
+        return self.storage is not None and bool(self.storage.expired())
+
+    def __str__(self) -> str:
+        if self.changes:
+            return f"{self.number}: tensors that change"
+        plural = "" if self.n_tensors == 1 else "s"
+        return f"{self.number}: {self.n_tensors:,} tensor{plural}, {self.n_elements:,} elements"
+
+
+class GradientLists:
+    """Knows lists by the identity of their tensors.
+
+    A list of new tensors goes on with one of equal number and size whose tensors are freed, such as
+    gradients that each step makes, or parameters that `load_state_dict(assign=True)` replaced.
+    """
+
+    def __init__(self) -> None:
+        self._lists: list[GradientList] = []
+        self._known: dict[tuple[int, ...], GradientList] = {}
+        self._by_size: dict[tuple[int, int], list[GradientList]] = {}
+        # Lists by the identity of their first and last tensors.
+        self._variants: Counter[int] = Counter()
+        # Lists whose members change, by an end that stays; None if none does.
+        self._changing: dict[int | None, GradientList] = {}
+
+    def find(self, tensors: Sequence[Tensor]) -> GradientList | None:
+        """The list of a call; None for one that is more than `MOST_LISTS`."""
+        members = tuple(map(id, tensors))
+        found = self._known.get(members)
+        if found is None or found.is_freed:
+            size = (len(tensors), sum(tensor.numel() for tensor in tensors))
+            # An identity may be that of a tensor that is freed.
+            if found is None or size != (found.n_tensors, found.n_elements):
+                found = self._of_new(members, size)
+            if found is not None and not found.changes:
+                if self._known.get(found.members) is found:
+                    del self._known[found.members]
+                self._known[members] = found
+                found.members, found.storage = members, _weak_storage(tensors)
+        if found is not None:
+            found.n_calls += 1
+        return found
+
+    def _of_new(self, members: tuple[int, ...], size: tuple[int, int]) -> GradientList | None:
+        alike = self._by_size.setdefault(size, [])
+        for one in alike:
+            if one.is_freed:
+                return one
+        ends = {members[0], members[-1]} if len(members) > 1 else set()
+        for end in ends:
+            if self._variants[end] >= _MOST_VARIANTS:
+                return self._that_changes(end)
+        # Sizes differ from call to call.
+        if sum(one.n_calls == 1 and one.is_freed for one in self._lists) >= _MOST_VARIANTS:
+            return self._that_changes(None)
+        found = self._new(*size)
+        if found is not None:
+            self._variants.update(ends)
+            alike.append(found)
+        return found
+
+    def _that_changes(self, end: int | None) -> GradientList | None:
+        if end not in self._changing:
+            made = self._new(0, 0)
+            if made is None:
+                return None
+            made.changes = True
+            self._changing[end] = made
+        return self._changing[end]
+
+    def _new(self, n_tensors: int, n_elements: int) -> GradientList | None:
+        if len(self._lists) >= MOST_LISTS:
+            return None
+        self._lists.append(GradientList(len(self._lists) + 1, n_tensors, n_elements))
+        return self._lists[-1]
+
+
+def _weak_storage(tensors: Sequence[Tensor]) -> StorageWeakRef | None:
+    if not tensors:
+        return None
+    first: Any = tensors[0]
+    try:
+        return StorageWeakRef(getattr(first, "_local_tensor", first).untyped_storage())
+    except (RuntimeError, NotImplementedError):
+        # Sparse tensors have no storage.
+        return None
