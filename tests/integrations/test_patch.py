@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -12,6 +13,8 @@ import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +23,7 @@ from torch import Tensor
 
 import tritonclip
 from helpers.cases import grad_of, parameters
+from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip.integrations import patching
 from tritonclip.integrations.patching import TorchPatch, original_of
 from tritonclip.monitor.history import read
@@ -122,6 +126,8 @@ def test_modules_that_cannot_be_loaded_are_not_touched(monkeypatch):
 def test_a_function_that_was_replaced_before_stays_and_a_warning_says_so():
     code = """
 import torch, warnings
+from pathlib import Path
+from typing import Any
 from unittest import mock
 own = torch.nn.utils.clip_grad.clip_grad_value_.__code__
 with mock.patch("torch.nn.utils.clip_grad.clip_grad_norm_") as mocked:
@@ -291,6 +297,67 @@ def test_a_recorder_takes_each_norm_and_its_limit_once(tmp_path):
     history = read(path)
     assert history.norms.tolist() == [5.0, 0.5, 5.0]
     assert history.limits.tolist() == [1.0, 1.0, 1.0]
+
+
+def another_run(path: Path) -> None:
+    path.write_text("step,norm\n1,1.0\n")
+
+
+def no_folder(path: Path) -> None:
+    path.parent.rmdir()
+
+
+TROUBLES: dict[str, Callable[..., Any]] = {
+    "another run's file": lambda path, _: another_run(path),
+    "no folder": lambda path, _: no_folder(path),
+    "closed": lambda _, recorder: recorder.close(),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_recorder_in_trouble_is_dropped_with_one_warning(tmp_path, trouble):
+    path = tmp_path / "runs" / "norms.csv"
+    path.parent.mkdir()
+    recorder = tritonclip.record(path, every=1)
+    TROUBLES[trouble](path, recorder)
+    params = parameters([torch.tensor([3.0, 4.0])])
+    with tritonclip.patch_torch(recorder=recorder) as patch:
+        with pytest.warns(tritonclip.ClippingWarning, match="records no further call"):
+            assert torch.nn.utils.clip_grad_norm_(params, 1.0) == 5.0
+        # Without another warning, which would be an error here.
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    assert patch.recorder is None
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    path.parent.mkdir(exist_ok=True)
+
+
+def test_a_norm_that_a_recorder_cannot_take_is_a_warning(tmp_path):
+    path = tmp_path / "norms.csv"
+    (known,) = parameters([torch.tensor([3.0, 4.0])])
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        torch.nn.utils.clip_grad_norm_([known], 1.0)
+        abstract = torch.nn.Parameter(torch.zeros(2, device="meta"))
+        abstract.grad = torch.zeros(2, device="meta")
+        with pytest.warns(tritonclip.ClippingWarning, match="1 steps> keeps these steps"):
+            assert torch.nn.utils.clip_grad_norm_([abstract], 1.0).is_meta
+    assert read(path).norms.tolist() == [5.0]
+
+
+@NEEDS_FORK
+def test_a_fork_clips_on_without_the_recorder(tmp_path):
+    path = tmp_path / "norms.csv"
+    params = parameters([torch.tensor([3.0, 4.0])])
+
+    def work() -> None:
+        with pytest.warns(tritonclip.ClippingWarning, match="from a fork"):
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        run_in_fork(work)
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    assert read(path).norms.tolist() == [5.0]
 
 
 def test_a_recorder_of_another_kind_is_refused():

@@ -184,6 +184,44 @@ def test_a_fork_neither_writes_nor_records(path):
     assert read(path).norms.tolist() == [1.0, 3.0]
 
 
+@NEEDS_FORK
+def test_the_end_of_a_block_in_a_fork_does_nothing(path):
+    def work() -> None:
+        recorder.__exit__(None, None, None)
+
+    with tritonclip.record(path) as recorder:
+        recorder.add_(1.0)
+        run_in_fork(work)
+    assert len(read(path)) == 1
+
+
+@pytest.mark.parametrize("end", ["the block", "the recorder"])
+def test_rows_that_cannot_be_written_at_the_end_are_a_warning(tmp_path, end):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    lost = pytest.warns(RuntimeWarning, match=r"rows for .*run\.csv are lost")
+    if end == "the block":
+        with lost, tritonclip.record(folder / "run.csv") as recorder:
+            recorder.add_(1.0)
+            folder.rmdir()
+    else:
+        recorder = tritonclip.record(folder / "run.csv")
+        recorder.add_(1.0)
+        folder.rmdir()
+        with lost:
+            del recorder
+            gc.collect()
+
+
+def test_a_file_that_was_removed_begins_anew(path):
+    recorder = tritonclip.record(path, every=1)
+    recorder.add_(1.0)
+    path.unlink()
+    recorder.add_(2.0)
+    recorder.add_(3.0)
+    assert read(path).norms.tolist() == [2.0, 3.0]
+
+
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_recorder_is_not_copied(path, make):
     with pytest.raises(TypeError, match=r"cannot be copied or pickled.*make a new one"):
@@ -371,6 +409,9 @@ def test_rows_stay_until_they_can_be_written(path, monkeypatch):
 
         def __exit__(self, *_: object) -> None:
             self.file.close()
+
+        def seek(self, *where: int) -> Any:
+            return self.file.seek(*where)
 
         def truncate(self, size: int) -> None:
             self.file.truncate(size)

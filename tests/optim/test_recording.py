@@ -34,6 +34,7 @@ from helpers.training import (
     unchanged,
     wrapped,
 )
+from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -314,8 +315,30 @@ def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
     params, optimizer = wrapped(sgd, recorder=recorder)
     folder.rmdir()
     step_on(params, optimizer)
-    with pytest.warns(RuntimeWarning, match="could not write"):
+    with pytest.warns(RuntimeWarning, match="could not write") as caught:
         optimizer.step()
+    optimizer.step()
+    with pytest.warns(RuntimeWarning) as again:
+        optimizer.step()
+    # Which a filter shows once.
+    assert str(again[0].message) == str(caught[0].message)
     folder.mkdir()
     recorder.close()
-    assert len(rows_of(folder / "run.csv")) == 2
+    assert len(rows_of(folder / "run.csv")) == 4
+
+
+@NEEDS_FORK
+def test_a_fork_trains_on_without_the_recorder(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        params, optimizer = wrapped(sgd, recorder=recorder)
+        step_on(params, optimizer)
+
+        def work() -> None:
+            with pytest.warns(RuntimeWarning, match="a fork has no recorder"):
+                optimizer.step()
+            optimizer.step()
+
+        run_in_fork(work)
+        optimizer.step()
+    assert len(rows_of(path)) == 2

@@ -123,8 +123,8 @@ class TorchPatch:
         except Exception as error:
             self.recorder = None
             warn_user(
-                f"{recorder!r} records no further call of patch_torch, and the training goes on: "
-                f"{error}"
+                f"{recorder!r} keeps these steps and records no further call of patch_torch; the "
+                f"training goes on: {error}"
             )
 
     def __repr__(self) -> str:

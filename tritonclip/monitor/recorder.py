@@ -145,12 +145,17 @@ class Recorder:
         self._lists = GradientLists()
         self._warned_of_lists = False
         # Also at the end of the program.
-        self._close = weakref.finalize(self, self._rows.flush)
+        self._close = weakref.finalize(self, self._rows.end)
 
     @property
     def is_closed(self) -> bool:
         """Whether the recording has ended."""
         return not self._close.alive
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that made the recorder, which records."""
+        return os.getpid() != self._rows.process
 
     @property
     def writes(self) -> bool:
@@ -277,7 +282,11 @@ class Recorder:
         self._rows.flush()
 
     def close(self) -> None:
-        """Writes all rows and ends the recording; a second call does nothing."""
+        """Writes all rows and ends the recording; a second call does nothing.
+
+        Raises:
+            OSError, RuntimeError: as for `flush`; the end of a `with` block warns in their place.
+        """
         if not self.is_closed:
             self.flush()
             self._close.detach()
@@ -287,7 +296,8 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        # Code around the block goes on, as in a training.
+        self._close()
 
     def state_dict(self) -> dict[str, int]:
         """The number of the last step, for a checkpoint."""
@@ -341,7 +351,7 @@ class Recorder:
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
                 "record(...) with another path"
             )
-        if os.getpid() != self._rows.process:
+        if self.is_elsewhere:
             raise RuntimeError(
                 f"the recorder of {self.path} belongs to process {self._rows.process}, got a call "
                 "from a fork; record in that process, or make a recorder with another path here"
@@ -463,7 +473,9 @@ class _HistoryFile:
             self._size, self.resumed = self._size_until(self.resumed), None
         data = _as_csv(list(map(_cells_of, rows)))
         with self.path.open("ab") as file:
-            # A write that failed may have left half a row.
+            # A write that failed may have left half a row, and the file may have been removed.
+            if file.seek(0, os.SEEK_END) < self._size:
+                self._size = 0
             file.truncate(self._size)
             size = file.write(data if self._size else self._header + data)
         self._size += size
@@ -475,7 +487,8 @@ class _HistoryFile:
         with self.path.open("rb") as file:
             size = len(file.readline())
             for line in file:
-                if not line.endswith(b"\n") or int(line.partition(b",")[0]) > last:
+                step = line.partition(b",")[0]
+                if not (line.endswith(b"\n") and step.isdigit() and int(step) <= last):
                     break
                 size += len(line)
         return size
@@ -508,3 +521,10 @@ class _RowWriter:
         if self._arrived:
             self.file.append(self._arrived)
             self._arrived = []
+
+    def end(self) -> None:
+        """Writes all rows, or warns of those that are lost."""
+        try:
+            self.flush()
+        except Exception as error:
+            warn_user(f"rows for {self.file.path} are lost: {error}", RuntimeWarning)

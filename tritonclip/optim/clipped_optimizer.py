@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.process_groups import Copies, check_processes
+from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder
 from tritonclip.monitor.stats import ClipStats, Flag, Verdict, either
@@ -413,6 +414,13 @@ class ClippedOptimizer(ScalerSide):
         check_finite = check_finite or policy.checks
         clip_groups = grouping.divide(covers_all=check_finite or grad_scale is not None)
         record = None
+        if recorder is not None and recorder.is_elsewhere:
+            recorder = self.recorder = None
+            warn_user(
+                "a fork has no recorder: the process that made it records its own steps. Make one "
+                "with another path here to record these",
+                RuntimeWarning,
+            )
         if recorder is not None:
             record = StepRecord(recorder, clip_groups, grouping, self._log.names)
             refusal = refusal or record.refusal

@@ -202,9 +202,9 @@ class StepRecord:
         try:
             recorder.append_([norm, coefficient, limit, left_out, loss, *norms])
         except OSError as error:
-            # The step is taken: training goes on.
+            # The step is taken: training goes on. Later warnings of the same text are not shown.
             warn_user(
-                f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
-                "for the next flush",
+                f"the recorder of {recorder.path} could not write: {error}. Training goes on, and "
+                "the rows are kept for the next flush",
                 RuntimeWarning,
             )
