@@ -324,7 +324,7 @@ def _as_float(name: str, number: object) -> float:
         number = local_number(name, number)
     try:
         return float(number)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise type(error)(
             f"{name} must be a number, such as 1.0, got {number!r:.80} of type "
             f"{type(number).__name__}"

@@ -58,6 +58,20 @@ def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, loss
             optimizer.step()
 
 
+def test_a_step_that_the_device_skips_keeps_statistics_where_every_group_gained_a_rule():
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
+    with decided_on_device():
+        give_grads(params, 1)
+        optimizer.step()
+        norm, limit = float(optimizer.stats.last_norm), float(optimizer.stats.last_limit)
+        for group in optimizer.param_groups:
+            group["clip"] = 0.5
+        give_grads(params, 2, bad=math.nan)
+        optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == 1
+    assert (float(optimizer.stats.last_norm), float(optimizer.stats.last_limit)) == (norm, limit)
+
+
 def test_a_hundred_skips_in_a_row_are_said_once():
     params, optimizer = wrapped(sgd, nonfinite="skip")
     give_grads(params, bad=math.nan)

@@ -122,7 +122,12 @@ WRONG = [
     pytest.param(_own(AdaptiveRule), NotImplementedError, "expected a method start", id="no-start"),
     pytest.param(_limiting(None), TypeError, "limit of Own must be a number", id="none"),
     pytest.param(_limiting("1"), TypeError, "limit of Own must be a number", id="text"),
+    pytest.param(_limiting(1j), TypeError, "must be a number, got 1j", id="complex"),
     pytest.param(_limiting(-1.0), ValueError, "0 or more, got -1.0", id="negative"),
+    pytest.param(_limiting(math.nan), ValueError, "0 or more, got nan", id="nan"),
+    pytest.param(_limiting(10**400), ValueError, "fit a float, got a larger", id="overflow"),
+    pytest.param(_limiting([None]), TypeError, "must be a number, got None", id="list-of-none"),
+    pytest.param(_limiting(torch.tensor([True, True])), TypeError, "torch.bool", id="booleans"),
     pytest.param(
         _limiting([1.0, 2.0]),
         ValueError,
@@ -151,6 +156,110 @@ def test_a_wrong_rule_raises_and_changes_nothing(backend, rule, error, message):
     with pytest.raises(error, match=message):
         tritonclip.clip_(weight, rule, state=ClipState())
     assert grad_of(weight).tolist() == [3.0, 4.0]
+
+
+def bad_limits(device: torch.device) -> list[Tensor]:
+    """Limits of two gradients that are no numbers of 0 or more, together or one for each."""
+    numbers: list[Any] = [math.nan, -1.0, [1.0, math.nan], [-1.0, 1.0], [math.nan, math.nan]]
+    return [torch.tensor(number, device=device) for number in numbers]
+
+
+@pytest.mark.parametrize("number", range(5), ids=["nan", "negative", "nan of one", "one", "each"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
+def test_policies_act_on_a_tensor_that_is_no_limit(backend, number, nonfinite):
+    """The host raises; on a device a limit is not read, and counts as a norm that is NaN."""
+    bad = bad_limits(backend.device)[number]
+    rule = _own(limit=lambda self, measured: bad, per_gradient=bad.dim() == 1)
+    for stepping in (False, True):
+        weights = [three_four(backend.device), three_four(backend.device)]
+        optimizer = ClippedOptimizer(
+            torch.optim.SGD(weights, lr=1.0, fused=True),
+            rule if stepping else 1.0,
+            nonfinite=nonfinite,
+        )
+        if nonfinite == "skip" and not stepping:
+            continue
+
+        def call(optimizer=optimizer, weights=weights, stepping=stepping):
+            if stepping:
+                return optimizer.step()
+            return tritonclip.clip_(weights, rule, nonfinite=nonfinite)
+
+        if backend.host_decides or nonfinite == "error":
+            error = ValueError if backend.host_decides else RuntimeError
+            with pytest.raises(error, match=r"[Tt]he limit of Own (must be 0|is NaN)"):
+                call()
+            assert all(grad_of(weight).tolist() == [3.0, 4.0] for weight in weights)
+        else:
+            call()
+        after = [weight.tolist() for weight in weights]
+        if not backend.host_decides and nonfinite == "propagate":
+            # NaN, and not gradients of the other sign.
+            spoiled = ~(bad.expand(2) >= 0)
+            grads = [grad_of(weight).isnan().all().item() for weight in weights]
+            assert grads == spoiled.tolist()
+        else:
+            assert after == [[0.0, 0.0]] * 2
+            assert int(optimizer.stats.skipped_steps) == (
+                nonfinite == "skip" and not backend.host_decides
+            )
+        if not backend.host_decides and nonfinite == "zero":
+            assert not any(grad_of(weight).any() for weight in weights)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip"])
+def test_a_limit_that_only_follows_a_norm_that_is_not_finite_is_the_policys(
+    device, nonfinite, value
+):
+    """`norm - norm` is NaN where the norm is NaN or inf: a step like any other that is neither."""
+    rule = _own(limit=lambda self, measured: 1 + measured.norm() - measured.norm())
+    weight = parameter(torch.tensor([value, 4.0], device=device))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    optimizer = ClippedOptimizer(inner, rule, nonfinite=nonfinite)
+    optimizer.step()
+    expected = (True, True) if nonfinite == "propagate" else (False, False)
+    assert (bool(weight[0].isnan()), bool(weight[1].isnan())) == expected
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero"])
+def test_a_limit_that_is_nan_where_the_norm_is_0_clips_nothing(device, nonfinite):
+    rule = _own(limit=lambda self, m: m.norm() / m.norm(), per_gradient=True, eps=1e-6)
+    weights = [three_four(device), parameter(torch.zeros(2, device=device))]
+    tritonclip.clip_(weights, rule, nonfinite=nonfinite)
+    assert float(grad_of(weights[0]).norm()) == pytest.approx(1.0)
+    assert grad_of(weights[1]).tolist() == [0.0, 0.0]
+
+
+def test_a_wrong_limit_of_a_group_leaves_the_other_groups_as_they_were(device):
+    first, second = three_four(device), three_four(device)
+    groups: list[dict[str, Any]] = [
+        {"params": [first]},
+        {"params": [second], "clip": _limiting(-1)},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=1.0), 1.0)
+    for wrong in (None, 8.0):
+        with pytest.raises(ValueError, match="must be 0 or more, got -1"):
+            optimizer.step(grad_scale=wrong)
+        assert grad_of(first).tolist() == grad_of(second).tolist() == [3.0, 4.0]
+    optimizer.param_groups[1]["clip"] = 1.0
+    # Nothing was divided: the same gradients serve.
+    optimizer.step(grad_scale=8.0)
+
+
+def test_a_state_that_became_nan_raises(backend):
+    device = backend.device
+    spoiling = _advancing((1.0,), lambda self, state, norm: (state[..., 0], state * math.nan))
+    state, weight = ClipState(), three_four(device)
+    tritonclip.clip_(weight, spoiling, state=state)
+    loaded = ClipState()
+    loaded.load_state_dict(state.state_dict())
+    for one in (state, loaded):
+        weight.grad = torch.tensor([3.0, 4.0], device=device)
+        error = ValueError if backend.host_decides else RuntimeError
+        with pytest.raises(error, match="limit of Own (must be 0 or more, got nan|is NaN)"):
+            tritonclip.clip_(weight, spoiling, state=one, nonfinite="error")
+        assert grad_of(weight).tolist() == [3.0, 4.0]
 
 
 def test_checkpoints_have_the_numbers_of_a_rule_and_groups_the_rule():

@@ -5,6 +5,7 @@ Under `verify()` they have to be about to do the same with the same parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -23,10 +24,9 @@ from tritonclip.distributed.process_groups import (
     gather_objects,
 )
 from tritonclip.engine.arguments import LabelOf
-from tritonclip.engine.execute import checked_limit
+from tritonclip.engine.execute import limit_of
 from tritonclip.engine.norms import Norms
-from tritonclip.rules import BoundRule, ClipState, Norm, Rule
-from tritonclip.rules.rule import Adaptive
+from tritonclip.rules import ClipState, Norm, Rule
 
 
 def agree(described: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
@@ -87,33 +87,29 @@ def describe_call(
     }
 
 
-def has_user_limit(rule: Rule) -> bool:
-    """Whether a limit is code of the user's, which may raise on one process alone."""
-    cls: Any = type(getattr(rule, "rule", rule))
-    limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
-    module = str(getattr(limit, "__module__", ""))
-    return not (rule.clamps or module.startswith("tritonclip."))
+def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
+    """Asks for limits before the first write; all raise where one process has no valid limit.
 
-
-def limited(rule: Rule) -> BoundRule:
-    """The rule, which then asks for its limit once."""
-    return rule if isinstance(rule, BoundRule) else BoundRule(rule, ClipState())
-
-
-def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
-    """Asks for limits before the first write; all raise where one process has no valid limit."""
+    On an accelerator, all have the limit NaN where one has it.
+    """
     error: Exception | None = None
     for rule, norms in measured:
         try:
-            checked_limit(rule, rule.limit(norms), norms)
+            limit_of(rule, norms)
         except Exception as found:
             error = error or found
     first = measured[0][1].gradients
     domain: Domain = first.sharding.domain
-    # Where none has an error, each process sends one number.
-    flag = torch.full((1,), float(error is not None), dtype=torch.float32, device=first.device)
-    if bool(all_reduce(flag, domain.groups, domain, largest=True)):
+    flags = torch.full((2,), float(error is not None), dtype=torch.float32, device=first.device)
+    for _, norms in measured:
+        if isinstance(norms.limit, Tensor):
+            flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
+    # Where none has an error, each process sends two numbers.
+    failed, unlimited = all_reduce(flags, domain.groups, domain, largest=True).tolist()
+    if failed:
         agree({}, error, domain)
+    for _, norms in measured if unlimited else ():
+        norms.limit = torch.full((), math.nan, device=first.device)
 
 
 def describe_rule(rule: Any) -> str:

@@ -46,7 +46,7 @@ from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.messages import join_names
 from tritonclip.modes import without_grad
-from tritonclip.rules import BoundRule, Norm, Rule
+from tritonclip.rules import BoundRule, Norm, Rule, has_user_limit
 
 _PLAIN_TENSOR = frozenset({Tensor})
 _get_requires_grad = attrgetter("requires_grad")
@@ -294,11 +294,9 @@ class ShardedGradients(Gradients):
                 gather_objects([], self.sharding.domain)
         raise self.error
 
-    def ask_limit(self, rule: Rule, measured: Norms) -> Rule:
-        if self._is_reduced and agreement.has_user_limit(rule):
-            rule = bound = agreement.limited(rule)
-            agreement.ask_limits([(bound, measured)])
-        return rule
+    def ask_limit(self, rule: Rule, measured: Norms) -> None:
+        if self._is_reduced and has_user_limit(rule):
+            agreement.ask_limits([(rule, measured)])
 
     def twin(self, copies: list[Tensor]) -> Gradients:
         twin = super().twin(copies)

@@ -117,6 +117,16 @@ def raise_if_nonfinite(
     )
 
 
+def raise_if_unlimited(rule: Rule, norms: Norms, remedy: str) -> None:
+    """RuntimeError for a limit on a device that is no number of 0 or more; waits for it."""
+    limit = norms.limit
+    if isinstance(limit, Tensor) and not bool((limit >= 0).all()):
+        raise RuntimeError(
+            f"The limit of {rule.name} is NaN or negative, so the gradients cannot be clipped by "
+            f"it; expected 0 or more. {remedy}"
+        )
+
+
 def raise_if_any_nonfinite(gradients: Gradients, remedy: str) -> None:
     """RuntimeError for gradients with NaN or inf, which not every norm shows."""
     labels = gradients.culprits(nonfinite_indices(gradients))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from types import GeneratorType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
     raise_if_nonfinite,
+    raise_if_unlimited,
     refuse_read_only,
 )
 from tritonclip.engine.gradients import Gradients
@@ -29,7 +30,7 @@ from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
-from tritonclip.rules import Norm, Rule
+from tritonclip.rules import Norm, Rule, has_user_limit
 from tritonclip.rules.arguments import as_number, local_number
 
 
@@ -84,13 +85,17 @@ def clip_(
         # By value, an element counts as it came, before the loss scale is divided out.
         norms = gradients.measure(
             spec or rule.norm,
-            1.0 if rule.clamps else grad_scale,
+            # A loss scale that is NaN shows, though.
+            grad_scale / grad_scale if rule.clamps else grad_scale,
             names_culprits=nonfinite == "error",
         )
         if nonfinite == "error":
             raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
         if not plan.ordinary:
-            rule = gradients.ask_limit(rule, norms)
+            gradients.ask_limit(rule, norms)
+        if nonfinite == "error" and has_user_limit(rule):
+            limit_of(rule, norms)
+            raise_if_unlimited(rule, norms, remedy)
     elif gradients.error is not None:
         # No process waits for norms.
         raise gradients.error
@@ -195,9 +200,11 @@ def _scale_groups_(
     """Scales every group of a measured list; arguments as for `write_`."""
     plan = gradients.plan
     assert plan is not None
-    limit = rule.limit(norms)
-    if type(limit) is not float or limit < 0:
-        limit = checked_limit(rule, limit, norms)
+    known = rule.known_limit
+    limit: Limit = known if type(known) is float else limit_of(rule, norms)
+    if zero_nonfinite and isinstance(limit, Tensor):
+        # The coefficient is then 0.
+        limit = torch.where(limit >= 0, limit, 0.0)
     results: list[tuple[Tensor, float | Tensor]] = []
     clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
     if not norms.per_gradient:
@@ -220,7 +227,7 @@ def _scale_groups_(
             results.append(batch.scale_each_(norms.partials[i], group_clip))
         norm = norms.in_order([result[0] for result in results])
     norm = norm if norm.device == plan.device else norm.to(plan.device)
-    is_shared = isinstance(limit, float) or not _is_each(limit)
+    is_shared = not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
 
 
@@ -283,41 +290,66 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         reference.check_scale(partial(scale_, rule=rule, norm=norm))
 
 
-def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms) -> Limit:
-    """A rule's limit: a number or a 0-d tensor; or a list or contiguous 1-d tensor of limits.
+def limit_of(rule: Rule, norms: Norms) -> Limit:
+    """A rule's limit for norms, asked for once.
 
-    There is one limit for each gradient that this process has. Users write rules too. Limits on a
-    device are not read.
+    A number or a 0-d tensor; or a list or contiguous 1-d tensor of limits, one for each gradient
+    that this process has. They are 0 or more, or NaN where a norm is not finite. Limits on a device
+    are not read: there any other of a user's rule becomes NaN, and norms are not finite then.
     """
+    if norms.limit is None:
+        limit = rule.limit(norms)
+        # Users write rules too. No comparison holds for NaN.
+        if type(limit) is not float or not limit >= 0:
+            limit = _checked_limit(rule, limit, norms)
+        norms.limit = limit
+    return norms.limit
+
+
+def _checked_limit(rule: Rule, limit: Any, norms: Norms) -> Limit:
+    name = f"the limit of {rule.name}"
+    is_read = not isinstance(limit, Tensor) or choose.host_decides(limit.device)
     if isinstance(limit, list):
-        are_lists = {list}.issuperset(map(type, norms.partials))
-        if are_lists and norms.per_gradient and len(limit) == norms.n_norms > 1:
-            return limit
-        limit = torch.tensor(limit, dtype=torch.float64, device="cpu")
-    if type(limit) is Tensor and limit.numel() == 1 and choose.host_decides(limit.device):
+        numbers = [as_number(name, number) for number in limit]
+        limit = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    if type(limit) is Tensor and limit.numel() == 1 and is_read:
         limit = limit.item()
     if not isinstance(limit, Tensor):
-        limit = as_number(f"the limit of {rule.name}", limit)
-        if limit < 0:
-            raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit}")
-        return limit
+        number = as_number(name, limit)
+        if number >= 0:
+            return number
+        limit = torch.tensor(number, dtype=torch.float64, device="cpu")
     if type(limit) is not Tensor:
-        limit = local_number(f"the limit of {rule.name}", limit)
-    if choose.host_decides(limit.device) and bool((limit < 0).any()):
-        raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit.min().item()}")
+        limit = local_number(name, limit)
+    if limit.is_complex() or limit.dtype == torch.bool:
+        raise TypeError(f"{name} must be a number, got a tensor of {limit.dtype}")
+    if limit.numel() != 1 and not norms.per_gradient:
+        raise ValueError(
+            f"{name} must be a number or one element, got shape {tuple(limit.shape)}; for a limit "
+            "for each gradient, set per_gradient = True"
+        )
+    if limit.numel() != 1 and limit.shape != (norms.n_norms,):
+        raise ValueError(
+            f"{name} must be a number, one element, or one for each of {norms.n_norms} gradients; "
+            f"got shape {tuple(limit.shape)}"
+        )
+    limit = limit.detach()
+    if not bool((limit >= 0).all()) if is_read else has_user_limit(rule):
+        norm = norms.norm().to(limit.device)
+        # Nothing is clipped of a norm of 0, and quotients are NaN there.
+        spared = torch.where(norm == 0, 0.0, math.nan)
+        fits = limit >= 0
+        if is_read:
+            wrong = (~fits & ~(limit.isnan() & (norm == 0))).expand_as(spared)
+            if bool(wrong.any()) and bool(norms.is_finite()):
+                got = limit.expand_as(spared)[wrong][0].item()
+                raise ValueError(f"{name} must be 0 or more, got {got}")
+        limit = torch.where(fits, limit, spared)
     if limit.numel() == 1:
-        return limit.detach().reshape(())
-    if not norms.per_gradient:
-        raise ValueError(
-            f"the limit of {rule.name} must be a number or one element, got shape "
-            f"{tuple(limit.shape)}; for a limit for each gradient, set per_gradient = True"
-        )
-    if limit.shape != (norms.n_norms,):
-        raise ValueError(
-            f"the limit of {rule.name} must be a number, one element, or one for each of "
-            f"{norms.n_norms} gradients; got shape {tuple(limit.shape)}"
-        )
-    return norms.here(limit.detach()).contiguous()
+        return limit.item() if is_read else limit.reshape(())
+    limit = norms.here(limit).contiguous()
+    are_lists = {list}.issuperset(map(type, norms.partials))
+    return limit.tolist() if is_read and are_lists and len(limit) > 1 else limit
 
 
 def _is_each(limit: Limit) -> bool:

@@ -199,9 +199,8 @@ class Gradients:
             return norms.measure_by_unit(self, grad_scale)
         return norms.measure(self, norm.order, norm.each, grad_scale)
 
-    def ask_limit(self, rule: Rule, measured: norms.Norms) -> Rule:
-        """Asks for a limit that may raise on one process alone; the rule, which then has it."""
-        return rule
+    def ask_limit(self, rule: Rule, measured: norms.Norms) -> None:
+        """Asks for a limit that may raise on one process alone."""
 
     @property
     def n_parameters(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.choose import layout_of, torch_layout
-from tritonclip.backends.interface import Batch, PartialNorms
+from tritonclip.backends.interface import Batch, Limit, PartialNorms
 from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
@@ -42,6 +42,7 @@ class Norms:
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
         plan: of the list.
+        limit: the rule's for these norms, once it was asked for.
     """
 
     batches: list[Batch]
@@ -51,6 +52,7 @@ class Norms:
     grad_scale: float | Tensor
     gradients: Gradients
     plan: Plan
+    limit: Limit = field(default=None, init=False)
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale, of all processes' gradients.
@@ -87,11 +89,17 @@ class Norms:
         return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def is_finite(self) -> Tensor:
-        """Whether every norm is finite, also of gradients that only other processes have; 0-d."""
+        """Whether every norm is finite, and its limit a number, if it was asked for; 0-d.
+
+        Also of gradients that only other processes have.
+        """
         # No norm is negative, and NaN is below nothing: one launch where torch.isfinite takes four.
         finite = self.norm() < math.inf
         # A launch less, on a GPU.
-        return finite.all() if finite.dim() else finite
+        finite = finite.all() if finite.dim() else finite
+        if isinstance(self.limit, Tensor):
+            finite = finite & (self.limit >= 0).all().to(finite.device)
+        return finite
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """Norms by group as one tensor in the order of the gradient list."""

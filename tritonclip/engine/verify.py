@@ -77,6 +77,7 @@ class Reference:
             twin, norms = self._twin(), None
             if measured is not None:
                 norms = twin.measure(rule.norm, measured.grad_scale)
+                norms.limit = measured.limit
                 if result is not None:
                     self._compare_norms(norms.norm_here(), result)
             write(twin, rule, norms)

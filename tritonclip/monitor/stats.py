@@ -493,14 +493,14 @@ class ClipStats:
         if isinstance(left_out, Tensor):
             left_out = left_out.to(device)
             verdict = verdict._replace(left_out=left_out)
-            last = {owner: self._last(owner) for owner in outcomes}
+            last = {owner: self._last(owner) for owner in (None, *outcomes)}
         # Groups that no longer have their own rule drop out.
         self.group_norms, self.group_coefficients = {}, {}
         # If every group has its own rule, the wrapper's norm is unknown.
         for owner, outcome in {None: None, **outcomes}.items():
             norm, coefficient, limit = outcome or (self._unknown(), torch.nan, torch.nan)
             norm = norm.to(device)
-            if isinstance(left_out, Tensor) and owner in last:
+            if isinstance(left_out, Tensor):
                 old_norm, old_coefficient = last[owner]
                 coefficient = as_tensor(coefficient, norm)
                 norm = torch.where(left_out, old_norm.to(norm.dtype), norm)

@@ -266,8 +266,8 @@ def recorded_requests(group: ClipGroup) -> list[NormRequest]:
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
     """Measures norms; of gradients that a process refuses, those that other processes wait for."""
     for group, norm, of_rule in requests:
-        # By value, an element counts as it came.
-        scale = 1.0 if of_rule and group.rule.clamps else grad_scale
+        # By value, an element counts as it came, and a loss scale only where it is NaN.
+        scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
         gradients = group.gradients
         if not isinstance(gradients, ShardedGradients) or not group.is_spread:
             group.keep(norm, gradients.measure(norm, scale), of_rule=of_rule)

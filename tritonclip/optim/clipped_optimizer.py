@@ -365,6 +365,7 @@ class ClippedOptimizer(ScalerSide):
         if verdict.left_out is not True:
             if self._policy.raises and not verdict.left_out:
                 step.raise_if_nonfinite()
+            step.ask_limits()
             self._is_divided = step.is_scaled
             step.clip_()
         return step

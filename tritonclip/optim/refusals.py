@@ -11,6 +11,7 @@ from torch import Tensor
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
+    raise_if_unlimited,
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError, are_apart, find_overlap, memory_of
@@ -99,6 +100,7 @@ def refuse_nonfinite(groups: Sequence[ClipGroup]) -> NoReturn:
             else:
                 norm = group.norms.norm()
                 raise_if_nonfinite(group.gradients, group.norms, norm, _REMEDY, group.rule)
+                raise_if_unlimited(group.rule, group.norms, _REMEDY)
     if any(group.is_spread for group in groups):
         raise RuntimeError(f"Another process refuses its gradients. {_REMEDY}")
     raise RuntimeError(

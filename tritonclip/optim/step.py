@@ -23,12 +23,11 @@ from tritonclip.distributed.agreement import (
     describe_parameters,
     describe_rule,
     describe_state,
-    has_user_limit,
-    limited,
 )
 from tritonclip.distributed.gradients import ShardedGradients
 from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
+from tritonclip.engine.execute import limit_of
 from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_steps
@@ -53,7 +52,7 @@ from tritonclip.optim.refusals import (
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.rules import Outlier, Rule
+from tritonclip.rules import Outlier, Rule, has_user_limit
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
 
@@ -88,8 +87,8 @@ class Step:
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
     outcomes: Outcomes = field(default_factory=dict)
-    # Clip groups over processes whose limits are asked before the first write.
-    _user_limited: Sequence[ClipGroup] = ()
+    # Clip groups whose limits, of users' rules, are asked before the first write.
+    _limited: Sequence[ClipGroup] = ()
 
     def measure(
         self,
@@ -117,8 +116,13 @@ class Step:
             # Raises where a rule of the user set them to anything else, at any time.
             if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
                 _ = rule.norm
-            scale = 1.0 if rule.clamps else self.grad_scale
+            scale = self.grad_scale
+            if rule.clamps:
+                # An element counts as it came, and a loss scale only where it is NaN.
+                scale = scale / scale
             group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+            if rule.known_limit is None and (check_finite or self.is_scaled):
+                self._limited = groups if has_user_limit(rule) else ()
             if group.is_recorded:
                 group.keep(rule.norm, group.norms, of_rule=True)
         if record is not None:
@@ -147,14 +151,7 @@ class Step:
             raise refusal
         if record is not None:
             record.measure(groups, self.grad_scale)
-        user_limited = [
-            group
-            for group in groups
-            if group.is_spread and group.norms and has_user_limit(group.rule)
-        ]
-        for group in user_limited:
-            group.rule = limited(group.rule)
-        self._user_limited = user_limited
+        self._limited = [group for group in groups if group.norms and has_user_limit(group.rule)]
 
     def _requests(self, recorded: Sequence[ClipGroup]) -> list[NormRequest]:
         """All norms that will be read; then those of clip groups that are only `recorded`."""
@@ -266,7 +263,7 @@ class Step:
 
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
-        skip = self.nonfinite() if self.policy.skips else False
+        skip = self._unfit() if self.policy.skips else False
         outliers = self.states.outliers
         if outliers.skip_above is not None:
             self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self.grad_scale))
@@ -275,8 +272,26 @@ class Step:
 
     def raise_if_nonfinite(self) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
-        if bool(self.nonfinite()):
+        if bool(self._unfit()):
             refuse_nonfinite(self.clip_groups)
+
+    def _unfit(self) -> Flag:
+        """As `nonfinite`, or whether a user's rule has no limit on a device."""
+        flag = self.nonfinite()
+        if isinstance(flag, bool) or not self._limited:
+            return flag
+        self.ask_limits()
+        return self.nonfinite()
+
+    def ask_limits(self) -> None:
+        """Asks users' rules for limits, which may raise, before anything is written."""
+        asked, self._limited = self._limited, ()
+        spread = [(group.rule, group.norms) for group in asked if group.is_spread]
+        if spread:
+            ask_limits(spread)  # type: ignore[arg-type]  # bound, and measured
+        for group in asked:
+            assert group.norms is not None
+            limit_of(group.rule, group.norms)
 
     def clip_(self) -> None:
         """Clips all groups, once; keeps norms before clipping, 0-d, and coefficients.
@@ -285,8 +300,6 @@ class Step:
         clamps None. Gradients that no rule holds for are written only to divide them by the loss
         scale.
         """
-        if self._user_limited:
-            ask_limits([(group.rule, group.norms) for group in self._user_limited])  # type: ignore[misc]  # bound
         for group in self.clip_groups:
             if not group.unclipped:
                 self.outcomes[group.index] = group.clip_(

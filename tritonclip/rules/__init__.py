@@ -17,6 +17,7 @@ from tritonclip.rules.rule import AdaptiveRule as AdaptiveRule
 from tritonclip.rules.rule import Measured as Measured
 from tritonclip.rules.rule import Norm as Norm
 from tritonclip.rules.rule import Rule as Rule
+from tritonclip.rules.rule import has_user_limit as has_user_limit
 from tritonclip.rules.state import BoundRule as BoundRule
 from tritonclip.rules.state import ClipState as ClipState
 from tritonclip.rules.state import Numbering as Numbering

@@ -27,8 +27,14 @@ def as_number(name: str, value: object) -> float:
             )
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    return float(value)
+        raise TypeError(
+            f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        got = f"a larger number of type {type(value).__name__}"
+        raise ValueError(f"{name} must fit a float, got {got}") from None
 
 
 def local_number(name: str, number: torch.Tensor) -> torch.Tensor:

@@ -322,6 +322,14 @@ class AdaptiveRule(Adaptive, Rule):
         return False
 
 
+def has_user_limit(rule: Rule) -> bool:
+    """Whether a limit is code of the user's, which may raise on one process alone."""
+    cls: Any = type(getattr(rule, "rule", rule))
+    limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
+    module = str(getattr(limit, "__module__", ""))
+    return not (rule.clamps or module.startswith("tritonclip."))
+
+
 def number_of(rule: Rule, name: str) -> float:
     """An attribute of a rule that is a number, and no function of the step."""
     number: float | Schedule = getattr(rule, name)
