@@ -146,7 +146,8 @@ def _activate(patches: tuple[TorchPatch, ...]) -> None:
     with _lock:
         if not _functions:
             _clips.update({name: _clip_of(name) for name in torchs})
-            _functions.extend(map(_codes_of, torchs))
+            # Of all functions or of none.
+            _functions[:] = [_codes_of(name) for name in torchs]
         before = _patches
         try:
             _patches = patches
