@@ -26,7 +26,7 @@ from helpers.training import (
     unchanged,
     wrapped,
 )
-from tritonclip import ClippedOptimizer
+from tritonclip import ClipByValue, ClippedOptimizer
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -194,3 +194,24 @@ def test_fused_step_on_a_gpu_does_not_sync(cuda_backend, rule, policy):
     give_grads(params, 2, bad=math.nan)
     with no_sync():
         optimizer.step()
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByValue(0.5)], ids=["norm", "value"])
+@pytest.mark.parametrize("nonfinite", ["zero", "skip", "error"])
+def test_policies_act_on_a_loss_scale_that_is_nan(rule, nonfinite):
+    """A scaler hands it over in a tensor, which no step reads."""
+    params = new_params()
+    give_grads(params, 1)
+    before = [param.detach().clone() for param in params]
+    optimizer = ClippedOptimizer(AdamW(params, fused=True), rule, nonfinite=nonfinite)
+    assert optimizer._step_supports_amp_scaling
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(math.nan), torch.tensor(0.0)
+    if nonfinite == "error":
+        with pytest.raises(RuntimeError, match=r"non-finite|finite, but"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    if nonfinite == "zero":
+        assert not any(grad.any() for grad in grads_of(params))
+    else:
+        assert_bits(params, before)

@@ -257,7 +257,7 @@ def test_a_state_that_became_nan_raises(backend):
     for one in (state, loaded):
         weight.grad = torch.tensor([3.0, 4.0], device=device)
         error = ValueError if backend.host_decides else RuntimeError
-        with pytest.raises(error, match="limit of Own (must be 0 or more, got nan|is NaN)"):
+        with pytest.raises(error, match=r"limit of Own (must be 0 or more, got nan|is NaN)"):
             tritonclip.clip_(weight, spoiling, state=one, nonfinite="error")
         assert grad_of(weight).tolist() == [3.0, 4.0]
 

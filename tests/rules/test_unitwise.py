@@ -28,7 +28,7 @@ from helpers.cases import (
     parameter,
 )
 from helpers.units import assert_clipped, check_clip, make, truths, wide
-from tritonclip import ClipByUnitNorm
+from tritonclip import ClipByUnitNorm, ClippedOptimizer
 from tritonclip.backends import choose
 
 
@@ -337,3 +337,34 @@ def test_clip_by_unit_refuses_weights_that_wrap_others():
     with pytest.raises(TypeError, match=r"parameters\[0\] is a Wrapper, a tensor subclass"):
         tritonclip.clip_(weight, ClipByUnitNorm())
     assert torch.equal(weight.grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 20000), (5,)], ids=str)
+def test_policies_act_on_weights_that_are_nan(backend, nonfinite, shape):
+    """Only where the unit has a gradient: else nothing is clipped."""
+    for used in (False, True):
+        weights = make([(2, 3), shape], device=backend.device)
+        with torch.no_grad():
+            weights[1][0] = math.nan
+            if not used:
+                grad_of(weights[1])[0] = 0.0
+                if len(shape) == 1:
+                    grad_of(weights[1]).zero_()
+        before = copies(map(grad_of, weights))
+        inner = torch.optim.SGD(weights, lr=0.0, fused=True)
+        optimizer = ClippedOptimizer(inner, ClipByUnitNorm(0.1), nonfinite=nonfinite)
+        if used and nonfinite == "error":
+            with pytest.raises(RuntimeError, match=r"weights of .*\['params'\]\[1\] are NaN"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"weights of parameters\[1\] are NaN"):
+                tritonclip.clip_(weights, ClipByUnitNorm(0.1), nonfinite="error")
+            assert_bits(map(grad_of, weights), before)
+            continue
+        optimizer.step()
+        assert int(optimizer.stats.skipped_steps) == (used and nonfinite == "skip")
+        if nonfinite == "zero":
+            assert bool(any(grad_of(weight).any() for weight in weights)) != used
+            tritonclip.clip_(weights, ClipByUnitNorm(0.1), nonfinite="zero")
+        if not used:
+            assert not grad_of(weights[1]).isnan().any()

@@ -6,6 +6,7 @@ float64): norms of each unit's gradient, gradient after gradient, and below them
 weights.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -71,6 +72,11 @@ class TorchUnits:
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: partial norms."""
         return torch.cat(list(map(unit_norms, [*self.grads, *self.weights]))).view(2, -1)
+
+    def lack_weights(self, norms: Tensor) -> Tensor:
+        """Whether each gradient has a unit that is not 0 and whose weights are NaN; 1-d bool."""
+        lacking = torch.where(norms[1].isnan() & (norms[0] != 0), math.nan, 0.0).to(norms.dtype)
+        return self.norms_each(torch.stack([lacking, lacking])).isnan()
 
     def norms_of_units(self) -> Sequence[Tensor]:
         """Measures gradients alone: the norms of the units of each, 1-d, in the wide dtype."""

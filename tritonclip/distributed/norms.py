@@ -98,6 +98,9 @@ class ReducedNorms(Norms):
         norm = unscaled(self.reduced, self.grad_scale).to(self.plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
+    def lack_weights(self) -> None:
+        """Not known of other processes, which have to decide alike."""
+
     def in_order(self, results: list[Tensor]) -> Tensor:
         """The norm of each gradient here."""
         return self.norm_here()

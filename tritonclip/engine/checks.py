@@ -118,9 +118,17 @@ def raise_if_nonfinite(
 
 
 def raise_if_unlimited(rule: Rule, norms: Norms, remedy: str) -> None:
-    """RuntimeError for a limit on a device that is no number of 0 or more; waits for it."""
-    limit = norms.limit
-    if isinstance(limit, Tensor) and not bool((limit >= 0).all()):
+    """RuntimeError for limits of finite norms that are no numbers of 0 or more; waits for them."""
+    if bool(norms.is_finite()):
+        return
+    lacking = norms.lack_weights()
+    if lacking is not None and bool(lacking.any()):
+        labels = norms.gradients.culprits(lacking.nonzero().flatten().tolist())
+        raise RuntimeError(
+            f"The weights of {labels} are NaN, so {rule.name} has no limit for their gradients. "
+            f"{remedy}"
+        )
+    if norms.limit is not None:
         raise RuntimeError(
             f"The limit of {rule.name} is NaN or negative, so the gradients cannot be clipped by "
             f"it; expected 0 or more. {remedy}"

@@ -93,7 +93,7 @@ def clip_(
             raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
         if not plan.ordinary:
             gradients.ask_limit(rule, norms)
-        if nonfinite == "error" and has_user_limit(rule):
+        if nonfinite == "error" and (rule.per_unit or has_user_limit(rule)):
             limit_of(rule, norms)
             raise_if_unlimited(rule, norms, remedy)
     elif gradients.error is not None:
@@ -172,9 +172,10 @@ def write_(
             batch.clamp_(low, high, grad_scale)
         outcome = Outcome(None, ())
         if zero_nonfinite:
-            # After clamping, as the bounds may exclude 0. Clamping has divided out the loss scale.
+            # After clamping, as the bounds may exclude 0. Clamping has divided out the loss scale:
+            # 1 is left of it, or NaN.
             assert norms is not None
-            _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
+            _scale_groups_(gradients, rule, norms, norms.grad_scale, zero_nonfinite=True)
     else:
         assert norms is not None
         outcome = _scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
@@ -201,7 +202,8 @@ def _scale_groups_(
     plan = gradients.plan
     assert plan is not None
     known = rule.known_limit
-    limit: Limit = known if type(known) is float else limit_of(rule, norms)
+    is_known = type(known) is float and not (zero_nonfinite and rule.per_unit)
+    limit: Limit = known if is_known else limit_of(rule, norms)
     if zero_nonfinite and isinstance(limit, Tensor):
         # The coefficient is then 0.
         limit = torch.where(limit >= 0, limit, 0.0)

@@ -20,6 +20,7 @@ from tritonclip.backends.operators import (
     results_of,
     wide_dtype,
 )
+from tritonclip.backends.units import TorchUnits
 from tritonclip.engine import units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules.state import upload
@@ -89,7 +90,7 @@ class Norms:
         return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def is_finite(self) -> Tensor:
-        """Whether every norm is finite, and its limit a number, if it was asked for; 0-d.
+        """Whether every norm is finite, and once a limit was asked for, it is a number; 0-d.
 
         Also of gradients that only other processes have.
         """
@@ -99,7 +100,17 @@ class Norms:
         finite = finite.all() if finite.dim() else finite
         if isinstance(self.limit, Tensor):
             finite = finite & (self.limit >= 0).all().to(finite.device)
+        if self.limit is not None and (lacking := self.lack_weights()) is not None:
+            finite = finite & ~lacking.any()
         return finite
+
+    def lack_weights(self) -> Tensor | None:
+        """Of which gradients a unit has no limit, because its weights are NaN; None by no unit."""
+        batches: Sequence[Any] = self.batches
+        if not isinstance(batches[0], TorchUnits):
+            return None
+        found = zip(batches, self.partials, strict=True)
+        return self.in_order([batch.lack_weights(partials) for batch, partials in found])
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """Norms by group as one tensor in the order of the gradient list."""

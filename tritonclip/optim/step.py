@@ -87,7 +87,7 @@ class Step:
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
     outcomes: Outcomes = field(default_factory=dict)
-    # Clip groups whose limits, of users' rules, are asked before the first write.
+    # Clip groups with limits of users' rules, or by unit, which are asked before the first write.
     _limited: Sequence[ClipGroup] = ()
 
     def measure(
@@ -151,7 +151,11 @@ class Step:
             raise refusal
         if record is not None:
             record.measure(groups, self.grad_scale)
-        self._limited = [group for group in groups if group.norms and has_user_limit(group.rule)]
+        self._limited = [
+            group
+            for group in groups
+            if group.norms and (group.rule.per_unit or has_user_limit(group.rule))
+        ]
 
     def _requests(self, recorded: Sequence[ClipGroup]) -> list[NormRequest]:
         """All norms that will be read; then those of clip groups that are only `recorded`."""
@@ -254,7 +258,12 @@ class Step:
             numbers = group.norms.numbers()
             if numbers is None:
                 flags.append(~group.norms.is_finite())
-            elif not all(map(isfinite, numbers if isinstance(numbers, list) else (numbers,))):
+                continue
+            numbers = numbers if isinstance(numbers, list) else [numbers]
+            # By unit, weights may be NaN, too.
+            if not all(map(isfinite, numbers)) or (
+                group.rule.per_unit and not bool(group.norms.is_finite())
+            ):
                 return True
         if not flags:
             return False
@@ -278,7 +287,7 @@ class Step:
     def _unfit(self) -> Flag:
         """As `nonfinite`, or whether a user's rule has no limit on a device."""
         flag = self.nonfinite()
-        if isinstance(flag, bool) or not self._limited:
+        if flag is True or not self._limited:
             return flag
         self.ask_limits()
         return self.nonfinite()
@@ -286,7 +295,7 @@ class Step:
     def ask_limits(self) -> None:
         """Asks users' rules for limits, which may raise, before anything is written."""
         asked, self._limited = self._limited, ()
-        spread = [(group.rule, group.norms) for group in asked if group.is_spread]
+        spread = [(g.rule, g.norms) for g in asked if g.is_spread and has_user_limit(g.rule)]
         if spread:
             ask_limits(spread)  # type: ignore[arg-type]  # bound, and measured
         for group in asked:

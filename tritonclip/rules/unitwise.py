@@ -44,8 +44,9 @@ class ClipByUnitNorm(Rule):
 
     Notes:
         A NaN spreads to all elements of its unit, and to no other unit. An inf becomes NaN, and the
-        finite elements of its unit become 0. A unit whose gradient is 0 stays 0. Norms and
-        coefficients are computed in float64; nothing waits for the device. timm has the same units.
+        finite elements of its unit become 0. A unit whose gradient is 0 stays 0. Weights that are
+        NaN count as a norm that is NaN, except over several processes. Norms and coefficients are
+        computed in float64; nothing waits for the device. timm has the same units.
         optax expects the output dimension last, and takes a matrix of one row or column for one
         unit.
 
