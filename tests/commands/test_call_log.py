@@ -10,8 +10,9 @@ import torch
 
 import tritonclip
 from helpers.cases import grad_of, parameters
+from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip.commands.call_log import CallLog, _List, _verdict
-from tritonclip.integrations.patching import TorchPatch
+from tritonclip.integrations.patching import Call, TorchPatch
 
 CPU = torch.device("cpu")
 
@@ -124,6 +125,52 @@ def test_torch_serves_a_process_whose_replicas_were_started_by_the_script(monkey
         assert math.isinf(norm.item())
         torch.nn.utils.clip_grad_norm_(parameters([half]), 1.0)
     assert "torchrun --nproc-per-node 4 -m tritonclip run" in log.report(Counter(), failed=False)
+
+
+# Of launchers, with their number of processes; then whether a group of four was started by them.
+LAUNCHED = [
+    ({"RANK": "0", "WORLD_SIZE": "4"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ({"RANK": "3"}, True),
+    ({"RANK": ""}, False),
+    # A job of one task, on a machine with four devices.
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
+    ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, True),
+]
+
+
+@pytest.mark.parametrize(("variables", "are_patched"), LAUNCHED, ids=str)
+def test_torch_serves_replicas_that_the_launcher_did_not_start(monkeypatch, variables, are_patched):
+    """Also where calls came before the processes."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    log = CallLog(compares=False)
+    clip_in(log, 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    call = Call("clip_grad_norm_", print, abs, {})
+    if are_patched:
+        assert log(call)[0] is print
+    else:
+        with pytest.warns(tritonclip.ClippingWarning, match="the script started its other 3 of 4"):
+            assert log(call)[0] is abs
+
+
+@NEEDS_FORK
+def test_torch_serves_replicas_that_are_forks(monkeypatch):
+    """The process that forked may be one of them, and clips by torch."""
+    monkeypatch.delenv("RANK", raising=False)
+    log = CallLog(compares=False)
+
+    def work() -> None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.warns(tritonclip.ClippingWarning, match="the script started its other 1 of 2"):
+            assert log(Call("clip_grad_norm_", print, abs, {}))[0] is abs
+
+    run_in_fork(work)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import torch
 from hypothesis import strategies as st
 
 import tritonclip
-from helpers.workers import NEEDS_FORK, python, run_in_fork
+import tritonclip.monitor.recorder as recorder_module
+from helpers.workers import NEEDS_FORK, python, run_in_fork, run_in_threads
 from tritonclip.monitor.history import read
 from tritonclip.monitor.recorder import Recorder
 
@@ -57,6 +58,46 @@ def test_record_writes_after_every_so_many_steps(path):
     recorder.close()
     assert written == [0, 0, 3, 3, 3, 6, 6]
     assert rows_in(path) == 7
+
+
+def test_rows_of_slow_steps_are_written_in_time(path, monkeypatch):
+    """A process that is killed loses ten seconds at most."""
+    now = 100.0
+    monkeypatch.setattr(recorder_module, "monotonic", lambda: now)
+    recorder = tritonclip.record(path)
+    for step in range(1, 40):
+        recorder.add_(torch.tensor(1.0))
+        assert (rows_in(path) if path.exists() else 0) >= step - 10
+        now += 1.0
+    now += 60.0
+    recorder.add_(torch.tensor(1.0))
+    assert rows_in(path) == 40
+
+
+def test_a_flush_may_leave_out_what_has_not_arrived(path, device):
+    recorder = tritonclip.record(path)
+    recorder.add_(torch.tensor(1.0, device=device))
+    recorder.flush(wait=False)
+    if device.type == "cpu":
+        assert rows_in(path) == 1
+    recorder.close()
+    assert rows_in(path) == 1
+
+
+def test_threads_add_rows_to_one_recorder(path, frequent_switches):
+    recorder = tritonclip.record(path, every=3)
+    recorder.add_(torch.tensor(1.0))
+
+    def work(thread: int) -> None:
+        for i in range(200):
+            recorder.add_(torch.tensor(float(1 + 1000 * thread + i)))
+
+    run_in_threads(work, 4)
+    recorder.close()
+    history = read(path)
+    assert history.steps.tolist() == list(range(1, 802))
+    expected = [1.0, *(1.0 + 1000 * thread + i for thread in range(4) for i in range(200))]
+    assert sorted(history.norms.tolist()) == sorted(expected)
 
 
 def test_clip_and_record_together(path):

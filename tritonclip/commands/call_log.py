@@ -41,13 +41,25 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _LEAST, _MOST = 3, 100_000
 # Kinds of calls whose turns are counted at a time, and elements of a replica by which they differ.
 _MOST_TURNS, _SAMPLED = 100_000, 16
-# Variables that launchers set for each process, with its rank.
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Variables that launchers set for each process: its rank, and the number of processes.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
 
 
-def rank() -> int:
-    """Of this process, as its launcher says; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
+def launched() -> tuple[int, float]:
+    """The rank of this process and the number of processes, as its launcher says.
+
+    0 and 1 without a launcher; the number is inf where the launcher says its rank only.
+    """
+    for rank, size in _LAUNCHERS:
+        if (found := os.environ.get(rank, "")).isdecimal():
+            n = os.environ.get(size, "")
+            return int(found), int(n) if n.isdecimal() else math.inf
+    return 0, 1
 
 
 @dataclass
@@ -99,10 +111,11 @@ class CallLog:
     def __init__(self, *, compares: bool) -> None:
         self.compares = compares
         self.counts: Counter[str] = Counter()
-        self._pid = os.getpid()
-        self._launched = any(name in os.environ for name in _RANKS)
-        # Why torch serves all calls, if it does.
+        # Before the script, which may set the variables for processes that it starts itself.
+        _, self._n_launched = launched()
+        # Why torch serves all calls, if it does; known once torch.distributed is initialized.
         self._objection: str | None = None
+        self._is_decided = False
         self._found = GradientLists()
         self._lists: dict[tuple[object, ...], _List] = {}
         self._turns: Counter[int] = Counter()
@@ -112,7 +125,7 @@ class CallLog:
     def __call__(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], None] | None]:
         """The function for a call, and how its result is logged."""
         arrived = perf_counter_ns()
-        if not self.counts:
+        if not self._is_decided:
             self._objection = self._find_objection()
         self.counts[call.name] += 1
         if self._objection is not None:
@@ -189,16 +202,16 @@ class CallLog:
     def _is_one_of_many(self) -> bool:
         distributed = torch.distributed
         is_initialized = distributed.is_available() and distributed.is_initialized()
-        return self._launched or (is_initialized and distributed.get_world_size() > 1)
+        return self._n_launched > 1 or (is_initialized and distributed.get_world_size() > 1)
 
     def _find_objection(self) -> str | None:
         """Why torch has to serve all calls: replicas have to be clipped alike."""
         distributed = torch.distributed
-        if self._launched or os.getpid() != self._pid:
-            return None
         if not (distributed.is_available() and distributed.is_initialized()):
             return None
-        if (n := distributed.get_world_size()) == 1:
+        self._is_decided = True
+        # Also in a fork, which has the patch: the other processes may be no forks.
+        if (n := distributed.get_world_size()) <= self._n_launched:
             return None
         text = (
             f"the script started its other {n - 1} of {n} processes itself, which clip by torch's "

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from tritonclip.commands.call_log import CallLog, rank
+from tritonclip.commands.call_log import CallLog, launched
 from tritonclip.integrations.patching import TorchPatch
 from tritonclip.monitor.recorder import record
 
@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(chosen: argparse.Namespace) -> int:
     """Runs a script under `patch_torch`, as Python would; errors of the script are raised."""
-    process, is_first, file = os.getpid(), rank() == 0, chosen.record
+    process, is_first, file = os.getpid(), launched()[0] == 0, chosen.record
     try:
         recorder = None
         if file is not None:

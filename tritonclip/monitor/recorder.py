@@ -6,10 +6,12 @@ import csv
 import io
 import math
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +26,9 @@ from tritonclip.rules.arguments import as_count, as_flag, local_number
 
 # Places of cells that are no floating-point numbers.
 _STEP, _SKIPPED = COLUMNS.index("step"), COLUMNS.index("skipped")
+# Seconds from flush to flush where steps are slow. A flush may write what the last one began to
+# copy, so that a row is in the file after twice this time.
+_FLUSH_SECONDS = 5.0
 
 
 def record(
@@ -35,10 +40,11 @@ def record(
 ) -> Recorder:
     """Makes a recorder, which writes the norms of a run to a file for `suggest` and `plot`.
 
-    Norms stay in a buffer on their device, and every `every` steps a flush copies the buffer to the
-    host. On CUDA and ROCm the copy runs in the background, and the next flush usually writes it; on
-    other accelerators it waits. `flush`, `close`, the end of a `with` block and the end of the
-    program write all rows. A process that is killed loses the rows of the last flushes.
+    Norms stay in a buffer on their device. Every `every` steps, and at a step five seconds or more
+    after the last flush, a flush copies the buffer to the host. On CUDA and ROCm the copy runs in
+    the background, and the next flush usually writes it; on other accelerators it waits. `flush`,
+    `close`, the end of a `with` block and the end of the program write all rows. A process that is
+    killed loses those of its last ten seconds at most, if it adds rows as long as it runs.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip
@@ -57,7 +63,7 @@ def record(
     Args:
         path: the .csv file, which is made at the first flush. It has the steps of one run: if it
             has any already, the first step raises, unless the run resumed from a checkpoint.
-        every: the number of steps from flush to flush, 1 or more.
+        every: the largest number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
             Gradients are read once more, unless their rule measures these norms. The optimizer
             knows the names if it was made from `model.named_parameters()`.
@@ -107,7 +113,7 @@ class Recorder:
 
     Attributes:
         path: of the file.
-        every: the number of steps from flush to flush.
+        every: the largest number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
@@ -182,13 +188,15 @@ class Recorder:
         norms of the names. A 1-d tensor has several.
         """
         self._check_open()
-        # Known since the names are.
-        if self._write:
-            lists = [of_list] if self._has_lists else []
-            self._rows.buffer.add_([self.steps + 1, *row[:5], *lists, *row[5:]])
-        self.steps += 1
-        if self.steps % self.every == 0:
-            self._rows.flush(wait=False)
+        rows = self._rows
+        with rows.lock:
+            # Known since the names are.
+            if self._write:
+                lists = [of_list] if self._has_lists else []
+                rows.buffer.add_([self.steps + 1, *row[:5], *lists, *row[5:]])
+            self.steps += 1
+            if self.steps % self.every == 0 or monotonic() >= rows.due:
+                rows.flush(wait=False)
 
     @torch.compiler.disable
     def add_(
@@ -271,15 +279,18 @@ class Recorder:
         self.prepare((), of_list=True)
         self.append_([*values, None, None], name)
 
-    def flush(self) -> None:
+    def flush(self, *, wait: bool = True) -> None:
         """Writes all rows; waits for the device.
+
+        Args:
+            wait: False: writes only the rows that have arrived on the host, without waiting.
 
         Raises:
             OSError: the file cannot be written; the rows are kept for the next flush.
             RuntimeError: the recorder is closed, or belongs to another process.
         """
         self._check_open()
-        self._rows.flush()
+        self._rows.flush(wait=wait)
 
     def close(self) -> None:
         """Writes all rows and ends the recording; a second call does nothing.
@@ -511,16 +522,21 @@ class _RowWriter:
         self.buffer = RowBuffer(every)
         # On the host, and not yet written.
         self._arrived: list[Row] = []
+        # Threads may add rows, and a handler of signals may flush in the midst of it.
+        self.lock = threading.RLock()
+        self.due = monotonic() + _FLUSH_SECONDS
 
     def flush(self, *, wait: bool = True) -> None:
         """Writes the rows on the host, with `wait` all rows; none in a fork."""
         if os.getpid() != self.process:
             return
-        self.buffer.send_()
-        self._arrived += self.buffer.take(wait=wait)
-        if self._arrived:
-            self.file.append(self._arrived)
-            self._arrived = []
+        with self.lock:
+            self.due = monotonic() + _FLUSH_SECONDS
+            self.buffer.send_()
+            self._arrived += self.buffer.take(wait=wait)
+            if self._arrived:
+                self.file.append(self._arrived)
+                self._arrived = []
 
     def end(self) -> None:
         """Writes all rows, or warns of those that are lost."""

@@ -53,8 +53,9 @@ class RowBuffer:
                 cells.append(value)
         if tensors:
             self._write_(tensors, len(columns))
-        self._rows.append(cells)
         self._columns.append(tuple(columns))
+        # Last: a flush by a handler of signals may come between any two lines.
+        self._rows.append(cells)
 
     @without_grad
     def _write_(self, values: list[Tensor], n: int) -> None:
