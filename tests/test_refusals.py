@@ -152,7 +152,25 @@ CALLS: list[Refused] = [
     (TypeError, "max_norm must be a number", clips(True), clips("1.0"), clips((0.1, 0.2))),
     (TypeError, r"the class; write ClipByGlobalNorm\(", clips(ClipByGlobalNorm)),
     (TypeError, r"got None .*; float\('inf'\) measures", clips(None)),
-    (TypeError, r"ClippedOptimizer\(skip_above=Outlier", clips(tritonclip.Outlier())),
+    (
+        TypeError,
+        r"ClippedOptimizer\(skip_above=Outlier",
+        clips(tritonclip.Outlier()),
+        clips(tritonclip.Outlier),
+    ),
+    (
+        TypeError,
+        r"parameters come first: clip_\(parameters, 1\.0\)",
+        lambda f: clip_(1.0, [("a", f.params[0])]),
+        lambda f: clip_(1.0, {"a": f.params[0]}.items()),
+    ),
+    (
+        TypeError,
+        r"tensors come first: clip_tensors_\(tensors, 1\.0\)",
+        lambda f: clip_tensors_(1.0, f.grads),
+        lambda f: clip_tensors_(1.0, torch.ones(2)),
+        lambda f: clip_tensors_(1.0, {"a": f.grads[0]}.items()),
+    ),
     (ValueError, "must be 'propagate'", *(clips(1.0, nonfinite=x) for x in ("", None, True))),
     (
         ValueError,
@@ -389,6 +407,17 @@ OPTIMIZERS: list[Refused] = [
     (ValueError, "skip_above must be 0 or more", *with_options("skip_above", -1.0, NAN)),
     (TypeError, "skip_above must be a number .* an Outlier", *with_options("skip_above", "6 s")),
     (TypeError, "skip_above must be a number", *with_options("skip_above", EACH)),
+    (TypeError, r"the class; write Outlier\(\)$", *with_options("skip_above", tritonclip.Outlier)),
+    (
+        TypeError,
+        r"got the class SGD: write SGD\(parameters, \.\.\.\)",
+        lambda f: api.ClippedOptimizer(SGD, 1.0),
+    ),
+    (
+        TypeError,
+        "expected one, as the first argument",
+        lambda f: api.ClippedOptimizer(1.0, f.inner),
+    ),
     (ValueError, f"{SKIPS} must be 1 or more", *with_options(SKIPS, 0)),
     (TypeError, f"{SKIPS} must be an integer", *with_options(SKIPS, 1.5)),
     (ValueError, "expected nonfinite='skip' or skip_above", *with_options(SKIPS, 2)),
@@ -399,8 +428,8 @@ OPTIMIZERS: list[Refused] = [
     (TypeError, r"pass its get_scale\(\)", scaled(torch.amp.GradScaler("cpu"))),
     (
         TypeError,
-        r"must be a torch\.optim\.Optimizer .*, got (NoneType|Linear|type|Const\w*); expected one",
-        *map(wraps, (lambda f: None, lambda f: MODULE, lambda f: SGD)),
+        r"must be a torch\.optim\.Optimizer .*, got (NoneType|Linear|Const\w*); expected one",
+        *map(wraps, (lambda f: None, lambda f: MODULE)),
         wraps(lambda f: torch.optim.lr_scheduler.ConstantLR(f.inner)),
     ),
     (

@@ -1,5 +1,6 @@
 """Warnings point to the user's line, through however many of our frames and torch's."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import tritonclip
 from helpers.cases import parameters
 from helpers.serving import forget_plans
 from tritonclip.backends import choose
+from tritonclip.rules import known_rule
 
 CALLS: dict[str, Callable[[list[Tensor]], Any]] = {
     "clip_": lambda params: tritonclip.clip_(params, 1.0),
@@ -32,6 +34,75 @@ def test_warning_names_the_line_that_called(call, monkeypatch):
     choose._warn_once.cache_clear()
     forget_plans()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+MODEL = torch.nn.Linear(2, 2)
+OF_ZERO: dict[str, Callable[[], Any]] = {
+    "clip_": lambda: tritonclip.clip_(MODEL, 0.0),
+    "clip_, int": lambda: tritonclip.clip_(MODEL, 0),
+    "ClipByNorm": lambda: tritonclip.clip_(MODEL, tritonclip.ClipByNorm(0.0)),
+    "ClipByRMS": lambda: tritonclip.clip_(MODEL, tritonclip.ClipByRMS(0.0)),
+    "ClipByUnitNorm": lambda: tritonclip.clip_(MODEL, tritonclip.ClipByUnitNorm(0.0)),
+    "ClipByValue": lambda: tritonclip.clip_(MODEL, tritonclip.ClipByValue(0.0)),
+    "ClipByZScore": lambda: tritonclip.ClipByZScore(max_norm=0.0),
+    "clip_grad_norm_": lambda: tritonclip.clip_grad_norm_(MODEL, 0.0),
+    "clip_grad_value_": lambda: tritonclip.clip_grad_value_(MODEL, 0.0),
+    "wrapper": lambda: tritonclip.ClippedOptimizer(torch.optim.SGD(MODEL.parameters()), 0),
+    "hook": lambda: tritonclip.clip_on_backward_(MODEL, tritonclip.ClipByNorm(0)).remove(),
+}
+
+
+@pytest.mark.parametrize("call", OF_ZERO.values(), ids=OF_ZERO)
+def test_a_limit_of_0_is_said_once_at_each_line(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        call()
+    (warning,) = caught
+    assert "is 0, which makes every gradient 0" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_a_limit_of_0_of_a_group_is_said_once_and_that_of_a_schedule_never():
+    # Another zero, as the rules of numbers are known once.
+    known_rule.cache_clear()  # type: ignore[attr-defined]  # a cache
+    groups: Any = [{"params": MODEL.parameters(), "clip": 0}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
+        for _ in range(3):
+            optimizer.step()
+        optimizer.param_groups[0]["clip"] = tritonclip.ClipByNorm(lambda step: 0 if step < 9 else 1)
+        optimizer.step()
+    assert len(caught) == 1
+
+
+LEAF = torch.ones(2, requires_grad=True)
+NO_PARAMETERS: dict[str, Callable[[], Any]] = {
+    "gradients": lambda: tritonclip.clip_([torch.ones(2)], 1.0),
+    "loss": lambda: tritonclip.clip_((LEAF * 2).sum(), 1.0),
+    "state_dict": lambda: tritonclip.clip_(MODEL.state_dict().items(), 1.0),
+    "clip_grad_norm_": lambda: tritonclip.clip_grad_norm_([torch.ones(2)], 1.0),
+    "clip_grad_value_": lambda: tritonclip.clip_grad_value_([torch.ones(2)], 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("call", NO_PARAMETERS.values(), ids=NO_PARAMETERS)
+def test_tensors_in_place_of_parameters_are_said_once(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", tritonclip.ClippingWarning)
+        call()
+        call()
+    (warning,) = caught
+    assert "clip_tensors_" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_parameters_without_gradients_are_no_mistake():
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    for fine in (MODEL, frozen, [*frozen.parameters()], LEAF, []):
+        tritonclip.clip_(fine, 1.0)
 
 
 @pytest.mark.parametrize("package", [torch, tritonclip])

@@ -227,7 +227,7 @@ def clip_gradients_(
     norms of DTensors, are those of torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    if type(max_norm) is float and not is_compiling:
+    if type(max_norm) is float and max_norm and not is_compiling:
         # As `as_rule`, in one call less.
         rule: Rule = known_rule(ClipByGlobalNorm, max_norm)
     else:

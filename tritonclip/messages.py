@@ -35,13 +35,28 @@ class ClippingWarning(UserWarning):
     """
 
 
-def warn_user(message: str, category: type[Warning] = ClippingWarning) -> None:
-    """Warns at the line that called into the library."""
+# Warnings that were given, with file and line.
+_given: set[tuple[str, str, int]] = set()
+
+
+def warn_user(
+    message: str, category: type[Warning] = ClippingWarning, *, once: bool = False
+) -> None:
+    """Warns at the line that called into the library; if `once`, of this only once at that line."""
     level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    # The globals of a constructor that a dataclass has made are those of its module.
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_BETWEEN)
+        or str(frame.f_globals.get("__file__")).startswith(_BETWEEN)
+    ):
         level += 1
         frame = frame.f_back
+    if once:
+        place = message, frame.f_code.co_filename, frame.f_lineno
+        if place in _given:
+            return
+        _given.add(place)
     warnings.warn(message, category, stacklevel=level)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tritonclip.engine.arguments import refuse_fsdp_shards
+from tritonclip.messages import warn_user
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
@@ -37,6 +40,24 @@ def check(gradients: Gradients, rule: Rule) -> None:
             f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
             "gradients"
         )
+
+
+def warn_if_no_parameters(sources: Sequence[Tensor]) -> None:
+    """Warns of tensors without gradients that can hardly be parameters.
+
+    A loss or an activation is no leaf; gradients, and the values of a state_dict, require none.
+    Frozen parameters are parameters.
+    """
+    if not sources or any(isinstance(source, Parameter) for source in sources):
+        return
+    if all(source.requires_grad and source.is_leaf for source in sources):
+        return
+    warn_user(
+        "no tensor that was passed as a parameter has a gradient, and none is a parameter, so that "
+        "nothing is clipped; expected parameters, such as model.parameters(). To clip gradients "
+        "themselves, pass them to clip_tensors_",
+        once=True,
+    )
 
 
 def refuse_read_only(gradients: Gradients) -> None:

@@ -24,6 +24,7 @@ from tritonclip.engine.checks import (
     raise_if_nonfinite,
     raise_if_unlimited,
     refuse_read_only,
+    warn_if_no_parameters,
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
@@ -69,6 +70,7 @@ def clip_(
         if is_empty and isinstance(gradients.argument, GeneratorType):
             # As torch says, which asks no other iterator.
             warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
+        warn_if_no_parameters(gradients.sources or ())
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)

@@ -40,9 +40,12 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
     try:
         return as_limit("skip_above", skip_above)
     except TypeError:
+        remedy = ""
+        if isinstance(skip_above, type) and issubclass(skip_above, Outlier):
+            remedy = f", the class; write {skip_above.__name__}()"
         raise TypeError(
             "skip_above must be a number (the largest norm that is not skipped), an Outlier or "
-            f"None, got {skip_above!r:.80}"
+            f"None, got {skip_above!r:.80}{remedy}"
         ) from None
 
 

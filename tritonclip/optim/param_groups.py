@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
-from tritonclip.rules import Rule, as_rule
+from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule, known_rule
 
 Groups = Sequence[Mapping[str, Any]]
 # Rules of parameter groups, by index: of those that have the key; None clips nothing.
@@ -37,6 +37,10 @@ def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]
     try:
+        if type(clip) in (float, int):
+            # Made once: steps read the rules of groups again.
+            made: Rule = known_rule(ClipByGlobalNorm, clip)
+            return made
         return None if clip is None else as_rule("clip", clip)
     except (TypeError, ValueError) as error:
         raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None

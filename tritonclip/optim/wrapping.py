@@ -115,9 +115,12 @@ def check_optimizer(optimizer: object) -> None:
     if not (
         isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_state_dict_post_hooks")
     ):
+        got = type(optimizer).__name__
+        if isinstance(optimizer, type):
+            got = f"the class {optimizer.__name__}: write {optimizer.__name__}(parameters, ...)"
         raise TypeError(
             "optimizer must be a torch.optim.Optimizer that ran Optimizer.__init__, got "
-            f"{type(optimizer).__name__}; expected one such as torch.optim.SGD(parameters, "
+            f"{got}; expected one, as the first argument, such as torch.optim.SGD(parameters, "
             "lr=0.1): in an optimizer around another one, wrap that inside"
         )
     if "clip" in optimizer.defaults:

@@ -7,8 +7,12 @@ from typing import TypeGuard
 
 import torch
 
+from tritonclip.messages import warn_user
+
 # A number that depends on the step: how many calls or steps came before.
 Schedule = Callable[[int], float]
+# The limit 0 of one step, which is no mistake.
+OF_SCHEDULE = -0.0
 # The least normal number of float32.
 _LEAST_SCALE = 2.0**-126
 
@@ -70,8 +74,17 @@ def as_eps(name: str, value: object) -> float:
 
 
 def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
-    """As `as_limit`, or a function of the step."""
-    return value if is_function(value) else as_limit(name, value)
+    """As `as_limit`, or a function of the step; warns of 0, which trainers take for no limit."""
+    if is_function(value):
+        return value
+    number = as_limit(name, value)
+    if number == 0 and value is not OF_SCHEDULE and not torch.compiler.is_compiling():
+        warn_user(
+            f"{name} is 0, which makes every gradient 0, so that nothing is learned; to turn "
+            "clipping off, pass float('inf') or leave the clip out",
+            once=True,
+        )
+    return number
 
 
 def as_number_or_schedule(name: str, value: object) -> float | Schedule:

@@ -1,7 +1,7 @@
 """Rules whose limit depends on no norm, and numbers as rules."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -271,7 +271,8 @@ known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda cls, *numbers: cls
 def rule_of(cls: type[T], *numbers: float) -> T:
     """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
     for number in numbers:
-        if type(number) is not float:
+        # One of 0 warns each line that passes it.
+        if type(number) is not float or not number:
             return cls(*numbers)
     return cls(*numbers) if torch.compiler.is_compiling() else known_rule(cls, *numbers)
 
@@ -313,13 +314,17 @@ def as_rule(name: str, value: object) -> Rule:
 
 def _remedy(value: object) -> str:
     """Advice for an argument that is no rule; "" where there is none."""
-    if isinstance(value, Adaptive):
-        return f"; pass ClippedOptimizer(skip_above={type(value).__name__}(...))"
-    items = value if isinstance(value, (list, tuple)) else [value]
+    cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, Adaptive):
+        return f"; pass ClippedOptimizer(skip_above={cls.__name__}(...))"
+    items = list(value) if isinstance(value, (list, tuple, ItemsView, ValuesView)) else [value]
+    items = [item[-1] if isinstance(item, tuple) and item else item for item in items]
     if any(isinstance(item, Module | Parameter | Iterator) for item in items):
         return "; parameters come first: clip_(parameters, 1.0)"
-    if isinstance(value, Optimizer):
-        return "; it clips in its step: ClippedOptimizer(optimizer, 1.0)"
+    if any(isinstance(item, Tensor) for item in items):
+        return "; tensors come first: clip_tensors_(tensors, 1.0)"
+    if issubclass(cls, Optimizer):
+        return "; it clips in its step, and comes first: ClippedOptimizer(optimizer, 1.0)"
     if isinstance(value, (list, tuple)):
         return "; write ClipByValue(-0.5, 0.5) for two bounds"
     if isinstance(value, str):

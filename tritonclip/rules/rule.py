@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 from typing_extensions import dataclass_transform
 
-from tritonclip.rules.arguments import Schedule, as_eps, as_norm_type, as_number
+from tritonclip.rules.arguments import OF_SCHEDULE, Schedule, as_eps, as_norm_type, as_number
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -212,7 +212,9 @@ class Rule(_Checked):
         fields = {name: getattr(self, name) for name in self.__match_args__}
         for name in self.schedules:
             if callable(fields[name]):
-                fields[name] = fields[name](step)
+                number = fields[name](step)
+                is_zero = isinstance(number, float | int) and number == 0
+                fields[name] = OF_SCHEDULE if is_zero and number is not False else number
         return type(self)(*fields.values())
 
     def interval(self) -> tuple[float, float]:
