@@ -28,7 +28,10 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: on_one(clip_, None), "float('inf') measures and clips nothing"),
     (lambda: on_one(clip_, "1.0"), "of type str; convert text by float()"),
     (lambda: on_one(clip_, (-0.5, 0.5)), "write ClipByValue(-0.5, 0.5) for two bounds"),
-    (lambda: on_one(clip_, optimizer()), "it clips in its step: ClippedOptimizer(optimizer, 1.0)"),
+    (
+        lambda: on_one(clip_, optimizer()),
+        "it clips in its step, and comes first: ClippedOptimizer(optimizer, 1.0)",
+    ),
     (lambda: on_one(clip_, 1.0, nonfinite="skip"), "only a ClippedOptimizer can skip a step"),
     (
         lambda: on_one(clip_, 1.0, nonfinite=True),

@@ -200,6 +200,13 @@ def test_verify_finds_a_clamp_that(verbs, device, monkeypatch, spoil, message):
         tritonclip.clip_(named(grads), ClipByValue(0.1))
 
 
+def test_verify_knows_that_a_bound_stays_finite(device):
+    grads = [torch.tensor([-torch.inf, 3.0], dtype=torch.float16, device=device)]
+    with tritonclip.verify():
+        tritonclip.clip_(named(grads), ClipByValue(-1e30, 1e30))
+    assert grads[0].tolist() == [-65504.0, 3.0]
+
+
 def test_verify_covers_the_torch_functions(verbs, device, monkeypatch):
     grads = [torch.full((3,), 2.0, device=device)]
     for name, verb in (("clip_grad_norm_", "scale_"), ("clip_grad_value_", "clamp_")):

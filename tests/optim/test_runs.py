@@ -224,8 +224,10 @@ class Model:
         if fate == "taken":
             self._take(norms)
             row |= {name: self.last[name] for name in ("coefficient", "limit")}
-        elif self.is_told and not self.host_decides:
-            # Groups that lost their rule drop out all the same.
+        elif self.is_told and (
+            not self.host_decides or (fate == "overflow" and setting.scaler == "torch")
+        ):
+            # A tensor says so, and is not read: groups that lost their rule drop out all the same.
             kept = [f"group{i}_" for i in norms]
             self.last = {k: v for k, v in self.last.items() if k in LAST or k[:7] in kept}
         self.rows.append(row)
@@ -297,8 +299,10 @@ class Model:
                 self.last[prefix + "norm"] = float(np.max(found or [0.0]))
                 self.last[prefix + "coefficient"] = least[-1]
                 if key is None:
-                    differ = rule.per_gradient and not rule.fixed and len(limit) > 1
-                    self.last["limit"] = NAN if differ else limit[0]
+                    # Of several limits there is no single one, nor where no gradient has elements.
+                    is_one = len(limit) == 1 and any(grad.numel() for grad in given)
+                    is_known = not rule.per_gradient or rule.fixed or is_one
+                    self.last["limit"] = limit[0] if is_known else NAN
                 by = by if rule.per_gradient else by * len(given)
             for i, grad, factor in zip(at, given, by, strict=True):
                 self.grads[i] = torch.zeros_like(grad) if zeroes else grad * factor

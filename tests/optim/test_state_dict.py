@@ -213,6 +213,13 @@ def test_damaged_state_is_refused_as_a_whole_or_goes_on(rule, data):
     target.stats.summary()
 
 
+def test_a_damaged_mark_of_saved_state_is_refused():
+    saved = optimizer_with(1.0)[1].state_dict()
+    saved["tritonclip"]["has_state"] = torch.ones(2, 5)
+    with pytest.raises(ValueError, match="has_state of a saved state must be a count"):
+        optimizer_with(1.0)[1].load_state_dict(saved)
+
+
 @pytest.mark.parametrize("rule", [*RULES.values()][1:], ids=[*RULES][1:])
 @settings(max_examples=60, deadline=None, phases=[Phase.generate])
 @given(data=st.data())

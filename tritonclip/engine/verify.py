@@ -18,7 +18,7 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import WIDE
 from tritonclip.engine.units import norms_by_unit
-from tritonclip.rules import Norm, Rule
+from tritonclip.rules import Norm, Rule, has_user_limit
 from tritonclip.settings import use_backend
 
 # Norms are right to 1e-6 (float64: 1e-12), in relative terms.
@@ -77,10 +77,16 @@ class Reference:
             twin, norms = self._twin(), None
             if measured is not None:
                 norms = twin.measure(rule.norm, measured.grad_scale)
-                norms.limit = measured.limit
+                if has_user_limit(rule):
+                    # The user's code is asked once.
+                    norms.limit = measured.limit
                 if result is not None:
                     self._compare_norms(norms.norm_here(), result)
             write(twin, rule, norms)
+        if rule.clamps:
+            # A bound that a dtype cannot hold is its largest number.
+            for tensor, grad in zip(twin.tensors, self._gradients.tensors, strict=True):
+                tensor.clamp_(*rule.bounds[grad.dtype])
         self._compare(twin.tensors, float(grad_scale))
 
     def check_scale(self, write: Callable[[Gradients], object]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from tritonclip.optim.param_groups import Groups
+from tritonclip.rules.arguments import saved_count
 
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
@@ -50,7 +51,7 @@ def keep_rules_out_(optimizer: Optimizer) -> None:
 
 def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with the wrapper's own part, as it is, and in the groups as bytes."""
-    part["has_state"] = torch.tensor(any(state_dict["state"].values()), device="cpu")
+    part["has_state"] = torch.tensor(int(any(state_dict["state"].values())), device="cpu")
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
     buffer = io.BytesIO()
     torch.save(part, buffer)
@@ -72,7 +73,8 @@ def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     part = state_dict.get(STATS_KEY)
     if part is None:
         part = _read(found[0]) if found else {}
-    if isinstance(part, dict) and part.get("has_state") and not any(rest["state"].values()):
+    had_state = isinstance(part, dict) and saved_count("has_state", part.get("has_state", 0))
+    if had_state and not any(rest["state"].values()):
         raise ValueError(
             "the checkpoint was saved with state of the optimizer, and it is missing here. "
             "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
