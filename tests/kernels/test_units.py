@@ -41,11 +41,11 @@ def test_clip_by_unit_launches_two_kernels_for_channels_last(device, launches):
     assert names(launches) == BOTH
 
 
-def test_clip_by_unit_launches_once_more_to_write_zeros(device, launches):
-    """Every norm is known before the first gradient is written."""
+def test_clip_by_unit_launches_twice_more_to_write_zeros(device, launches):
+    """Every norm, and whether weights are NaN, is known before the first gradient is written."""
     parameters = make([(3, 4), (5,)], device=device)
     tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite="zero")
-    assert names(launches) == [*BOTH, "scale_units_kernel"]
+    assert names(launches) == [*BOTH, *2 * ["scale_units_kernel"]]
 
 
 def test_clip_by_unit_launches_once_more_for_weights_of_another_dtype(device, launches):
