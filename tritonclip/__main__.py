@@ -1,8 +1,7 @@
 """`python -m tritonclip`: the command line."""
 
-import sys
-
 from tritonclip.commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not sys.exit, which a script that was run may have replaced.
+    raise SystemExit(main())

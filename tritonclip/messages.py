@@ -57,7 +57,13 @@ def warn_user(
         if place in _given:
             return
         _given.add(place)
-    warnings.warn(message, category, stacklevel=level)
+    try:
+        warnings.warn(message, category, stacklevel=level)
+    except Warning:
+        raise
+    except Exception:
+        # sys.stderr is closed, or something else: no reason to end a training.
+        return
 
 
 def is_own(error: BaseException) -> bool:

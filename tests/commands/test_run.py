@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import signal
+import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +81,12 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(folder, monkeypatch, capsys):
-    """Runs a script in this process, plain or by the command; what it printed."""
+def run(folder, monkeypatch, capfd):
+    """Runs a script in this process, plain or by the command; what it printed until its end."""
+    ends: list[Any] = []
+    monkeypatch.setattr(atexit, "register", ends.append)
+    for owner, name in ((BaseProcess, "start"), (subprocess.Popen, "__init__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -91,10 +99,16 @@ def run(folder, monkeypatch, capsys):
             sys.argv[:] = [*map(str, arguments)]
             exec(Path(arguments[0]).read_text(), {"__name__": "__main__"})
         else:
-            assert cli.main(["run", *map(str, arguments)]) == status
-        return capsys.readouterr()
+            try:
+                assert cli.main(["run", *map(str, arguments)]) == status
+            finally:
+                while ends:
+                    ends.pop()()
+        return capfd.readouterr()
 
-    return run
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("target", [["./sight.py"], ["-m", "sight"]], ids=["script", "module"])
@@ -105,7 +119,7 @@ def test_a_script_sees_what_python_shows_it(folder, target):
     assert "at the end 3" in plain.stdout
     assert done.stdout == plain.stdout
     assert done.returncode == plain.returncode == 1
-    assert done.stderr.endswith(plain.stderr)
+    assert plain.stderr in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,7 @@ def test_an_error_is_shown_as_python_shows_it(folder, text):
     plain = python("fails.py")
     done = python("-m", "tritonclip", "run", "fails.py")
     report = "tritonclip run: no call of torch's functions that clip was seen\n"
-    assert done.stderr == report + plain.stderr
+    assert done.stderr == plain.stderr + report
     assert done.returncode == plain.returncode
     if "Interrupt" in text and sys.platform != "win32":
         assert done.returncode == -signal.SIGINT
@@ -151,10 +165,10 @@ def test_compare_leaves_the_training_as_it_is_and_says_whether_tritonclip_helps(
     assert "tritonclip" in printed.err.splitlines()[-1]
 
 
-def test_a_script_that_fails_gets_the_report_so_far(run, capsys):
+def test_a_script_that_fails_gets_the_report_so_far(run, capfd):
     with pytest.raises(KeyError, match="broken"):
         run("train.py", "5", "broken")
-    assert "calls of torch's functions: 5 of clip_grad_norm_" in capsys.readouterr().err
+    assert "calls of torch's functions: 5 of clip_grad_norm_" in capfd.readouterr().err
 
 
 def test_a_script_that_does_not_clip_is_told_what_else_may(run, folder):
@@ -186,12 +200,12 @@ def test_record_writes_a_history_into_a_new_file(run, folder):
     assert len(read(folder / "norms.csv")) == 24
 
 
-def test_record_says_that_no_norm_came_and_keeps_the_exit_status(run, folder, capsys):
+def test_record_says_that_no_norm_came_and_keeps_the_exit_status(run, folder, capfd):
     (folder / "other.py").write_text("import sys\nsys.exit(3)")
     with pytest.raises(SystemExit) as ended:
         run("--record", "norms.csv", "other.py")
     assert ended.value.code == 3
-    assert capsys.readouterr().err.splitlines()[-1] == "no norm was recorded"
+    assert capfd.readouterr().err.splitlines()[-1] == "no norm was recorded"
     assert not (folder / "norms.csv").exists()
 
 
@@ -220,6 +234,97 @@ def test_options_after_the_script_go_to_it_and_it_is_said(run, folder):
     first = printed.err.splitlines()[0]
     assert "--record after other.py went to the script" in first
     assert first.endswith("python -m tritonclip run --record ... other.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [(["args.py", "--", "--x"], "--,--x"), (["args.py", "a", "--", "b"], "a,--,b")],
+)
+def test_two_dashes_of_the_script_stay(run, folder, arguments, seen):
+    (folder / "args.py").write_text("import sys; print(','.join(sys.argv[1:]))")
+    assert run(*arguments).out == f"{seen}\n"
+
+
+def test_threads_train_on_after_the_main_file(folder):
+    """Their calls are clipped by tritonclip, counted, and recorded, wherever the script went."""
+    train = TRAIN.replace(
+        "    main()\n",
+        "    import os, threading, time\n"
+        "    os.chdir('/')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.5), main())).start()\n",
+    )
+    (folder / "threads.py").write_text(train)
+    done = python("-m", "tritonclip", "run", "--record", "norms.csv", "threads.py", "7")
+    assert done.returncode == 0, done.stderr
+    assert "7 of clip_grad_norm_; all by tritonclip" in done.stderr
+    assert len(read(folder / "norms.csv")) == 7
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.stdout = sys.stderr = sys.exit = None; os.environ.clear(); os.chdir('/')",
+        "os.close(2); sys.exit(5)",
+        "import builtins; builtins.print = None; os._exit(3)",
+    ],
+)
+def test_what_a_script_changes_leaves_its_exit_status(folder, end):
+    (folder / "ends.py").write_text(f"{TRAIN}    import os\n    {end}\n")
+    plain = python("ends.py", "3")
+    assert python("-m", "tritonclip", "run", "ends.py", "3").returncode == plain.returncode
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM ends a program there at once")
+def test_rows_are_written_at_sigterm(folder):
+    train = f"{TRAIN}    import os, signal\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    (folder / "killed.py").write_text(train)
+    done = python("-m", "tritonclip", "run", "--record", "norms.csv", "killed.py", "90")
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert len(read(folder / "norms.csv")) == 90
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["torchrun", "--nproc-per-node", "2", "train.py", "3"],
+            "write torchrun --nproc-per-node 2 -m tritonclip run train.py 3",
+        ),
+        (
+            ["-m", "torch.distributed.run", "--standalone", "train.py"],
+            "write python -m torch.distributed.run --standalone -m tritonclip run train.py",
+        ),
+        (
+            ["accelerate", "launch", "--cpu", "-m", "package"],
+            "write accelerate launch --cpu -m tritonclip run -m package",
+        ),
+        (["python", "train.py"], "write python -m tritonclip run train.py"),
+        (["notes.ipynb"], "in its first cell write: import tritonclip; tritonclip.patch_torch()"),
+        (["train.sh"], "in the shell script write python -m tritonclip run train.py"),
+    ],
+)
+def test_what_is_no_script_gets_the_line_to_write(run, arguments, line):
+    printed = run(*arguments, status=1)
+    assert not printed.out
+    assert line in printed.err
+
+
+def test_processes_that_the_script_starts_are_said_to_have_no_patch(folder):
+    train = TRAIN.replace(
+        "    main()\n",
+        "    import multiprocessing, subprocess\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=main, name='trains')\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    subprocess.run([sys.executable, 'train.py', '1'], check=True)\n",
+    )
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "starts.py").write_text(train)
+    done = python("-m", "tritonclip", "run", "starts.py", "2")
+    assert done.returncode == 0, done.stderr
+    assert "not patched: processes that the script started (trains)" in done.stderr
+    assert "tritonclip.patch_torch()" in done.stderr
 
 
 def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folder):

@@ -26,15 +26,18 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 1 for bad input, 2 for bad usage."""
+    given, of_script = [*(sys.argv[1:] if arguments is None else arguments)], []
+    if given[:1] == ["run"]:
+        given, of_script = _module("run").split(given)
     try:
-        chosen, unknown = _parser().parse_known_args(arguments)
+        chosen, unknown = _parser().parse_known_args(given)
         if unknown:
             chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as end:
         return int(end.code or 0)
     if chosen.command == "run":
         # Errors of a script are its own.
-        return int(chosen.main(chosen))
+        return int(chosen.main(chosen, of_script))
     try:
         return int(chosen.main(chosen))
     except ModuleNotFoundError as error:
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
-        command = commands.add_parser(name, help=about, description=description)
+        command = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
         # Else the usage of the whole program is printed for an option that a command has not.
         command.set_defaults(parser=command, main=_module(name).main)
         _module(name).add_arguments(command)

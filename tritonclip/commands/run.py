@@ -7,19 +7,32 @@ at exit still need it, and gives a script neither its loader nor its traceback.
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
+import contextlib
+import functools
 import importlib.util
 import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from tritonclip.commands.call_log import CallLog, launched
 from tritonclip.integrations.patching import TorchPatch
-from tritonclip.monitor.recorder import record
+from tritonclip.messages import join_names
+from tritonclip.monitor.recorder import Recorder, record
 
 # Options that a script may be given by mistake.
 _OPTIONS = {"--compare", "--record"}
@@ -45,17 +58,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "script", metavar="SCRIPT or -m MODULE", help="a file, or with -m a module"
     )
-    rest = command.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
-    )
-    # Else Python 3.11 and before say so where there is no script.
-    rest.required = False
 
 
-def main(chosen: argparse.Namespace) -> int:
-    """Runs a script under `patch_torch`, as Python would; errors of the script are raised."""
-    process, is_first, file = os.getpid(), launched()[0] == 0, chosen.record
+def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words up to the script, and its arguments, of which argparse would drop a `--`."""
+    at = 1
+    while at < len(given) and given[at].startswith("-") and given[at] != "--":
+        at += 2 if given[at] == "--record" else 1
+    end = at + (given[at : at + 1] == ["--"])
+    return [*given[:at], *given[end : end + 1]], [*given[end + 1 :]]
+
+
+def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs a script under `patch_torch`, as Python would; errors of the script are raised.
+
+    The report is written when the program ends, after the threads for which Python waits.
+    """
+    is_first, file = launched()[0] == 0, chosen.record
     try:
+        _refuse_others(chosen, arguments)
         recorder = None
         if file is not None:
             recorder = record(file, write=is_first)
@@ -65,7 +86,7 @@ def main(chosen: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    late = sorted({argument.partition("=")[0] for argument in chosen.arguments} & _OPTIONS)
+    late = sorted({argument.partition("=")[0] for argument in arguments} & _OPTIONS)
     if is_first and late:
         print(
             f"tritonclip run: {' and '.join(late)} after {chosen.script} went to the script; "
@@ -73,29 +94,187 @@ def main(chosen: argparse.Namespace) -> int:
             f"{' '.join(late)} ... {'-m ' * chosen.is_module}{chosen.script}",
             file=sys.stderr,
         )
-    log, failed = CallLog(compares=chosen.compare), True
+    log = CallLog(compares=chosen.compare)
     patch = TorchPatch(recorder, log)
-    try:
-        with patch:
-            program.run(chosen.arguments)
-        failed = False
-    except SystemExit as end:
-        failed = end.code not in (None, 0)
-        raise
-    finally:
+    started = _note_processes(program.attributes["__file__"], chosen.script)
+    process, stderr, failed = os.getpid(), sys.stderr, True
+
+    def end() -> None:
         # A fork that the script made may end here, too.
-        if os.getpid() == process:
-            if recorder is not None:
+        if os.getpid() != process:
+            return
+        patch.remove()
+        if recorder is not None:
+            # Rows that cannot be written get a warning at the very end.
+            with contextlib.suppress(OSError):
                 recorder.close()
-            if is_first:
-                report = log.report(patch.served_by_torch, failed=failed)
-                print(f"tritonclip run: {report}", file=sys.stderr)
-            if is_first and recorder is not None:
-                command = f"python -m tritonclip suggest {file}"
-                is_there = recorder.steps > 0
-                said = f"norms are in {file}: {command}" if is_there else "no norm was recorded"
-                print(said, file=sys.stderr)
+        if not is_first:
+            return
+        lines = [f"tritonclip run: {log.report(patch.served_by_torch, failed=failed)}"]
+        if started:
+            lines.append(_not_patched(started))
+        if recorder is not None:
+            command = f"norms are in {file}: python -m tritonclip suggest {file}"
+            lines.append(command if recorder.steps else "no norm was recorded")
+        _say(stderr, lines)
+
+    # Runs after all threads, and after the functions that the script registers.
+    atexit.register(_quietly(end))
+    if recorder is not None and is_first:
+        _flush_at_sigterm(recorder)
+    try:
+        program.run(arguments)
+        failed = False
+    except SystemExit as error:
+        failed = not (error.code is None or (isinstance(error.code, int) and error.code == 0))
+        raise
     return 0
+
+
+def _quietly(work: Callable[[], None]) -> Callable[[], None]:
+    """Work whose trouble is not the script's, such as builtins that the script has changed."""
+
+    def do() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    return do
+
+
+def _say(stderr: Any, lines: Sequence[str]) -> None:
+    """Writes to standard error as it was at the start, past its buffer.
+
+    Python would try again to write what is left in the buffer of a pipe that nobody reads, and end
+    with status 120.
+    """
+    # On Windows there is none, and no harm in another signal.
+    pipe = getattr(signal, "SIGPIPE", signal.SIGTERM)
+    kills = signal.getsignal(pipe) == signal.SIG_DFL
+    if kills:
+        signal.signal(pipe, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(OSError):
+            stderr.flush()
+        os.write(stderr.fileno(), "".join(f"{line}\n" for line in lines).encode())
+    finally:
+        if kills:
+            signal.signal(pipe, signal.SIG_DFL)
+
+
+def _flush_at_sigterm(recorder: Recorder) -> None:
+    """Lets SIGTERM end this process as it would, once rows are written; forks end at once."""
+    if not hasattr(os, "register_at_fork") or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def end(number: int, frame: object) -> None:
+        # A device may still work on the last rows; one that hangs is not waited for.
+        for pause in (0.0, 0.5) if torch.cuda.is_initialized() else (0.0,):
+            time.sleep(pause)
+            with contextlib.suppress(Exception):
+                recorder.flush(wait=False)
+        # Else a handler of the script has called this one.
+        if signal.getsignal(number) is end:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def leave() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(after_in_child=leave)
+
+
+# Whose processes do not train, and programs that run a script.
+_HELPERS = {"torch.utils.data._utils.worker", "multiprocessing.managers"}
+_RUNNERS = ("python", "torchrun", "accelerate", "deepspeed")
+
+
+def _note_processes(*names: str) -> list[str]:
+    """Names the processes that multiprocessing starts later, except forks, and those of a script.
+
+    They have no patch. A script is known by its file or by one of its names.
+    """
+    started: list[str] = []
+    files = {Path(name).resolve() for name in names}
+    start, popen = BaseProcess.start, subprocess.Popen.__init__
+
+    @functools.wraps(start)
+    def start_noted(self: Any) -> None:
+        target = getattr(self, "_target", None)
+        start(self)
+        method = getattr(getattr(self, "_popen", None), "method", "fork")
+        if method != "fork" and getattr(target, "__module__", None) not in _HELPERS:
+            started.append(self.name)
+
+    @functools.wraps(popen)
+    def popen_noted(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        popen(self, args, *rest, **options)
+        with contextlib.suppress(Exception):
+            words = [*map(os.fsdecode, args.split() if isinstance(args, str) else args)]
+            paths = [Path(options.get("cwd") or "", word).resolve() for word in words]
+            is_runner = Path(words[0]).name.startswith(_RUNNERS) or paths[0] in files
+            if is_runner and not (files.isdisjoint(paths) and set(names).isdisjoint(words)):
+                started.append(f"process {self.pid}")
+
+    BaseProcess.start = start_noted  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = popen_noted  # type: ignore[method-assign]
+    return started
+
+
+def _not_patched(started: Sequence[str]) -> str:
+    return (
+        f"not patched: processes that the script started ({join_names(started, 4)}),"
+        " in which torch clips. Start replicas by torchrun -m tritonclip run in their place; in "
+        "other processes that train call tritonclip.patch_torch()"
+    )
+
+
+# Programs that run modules by an option, and modules that are such programs.
+_RUN_MODULES = {"torchrun": "-m", "accelerate": "-m", "deepspeed": "--module"}
+_LAUNCHERS = {
+    "torch.distributed.run": "-m",
+    "torch.distributed.launch": "-m",
+    "accelerate.commands.launch": "-m",
+    "accelerate.commands.accelerate_cli": "-m",
+    "deepspeed.launcher.runner": "--module",
+}
+_SHELLS = {"sh", "bash", "zsh", "sbatch"}
+_OF_SHELLS = {".sh", ".bash", ".slurm", ".sbatch"}
+
+
+def _refuse_others(chosen: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Raises ValueError for what is no script of Python, with the line to write in its place."""
+    name = chosen.script if chosen.is_module else Path(chosen.script).name.removesuffix(".exe")
+    is_python = re.fullmatch(r"python[\d.]*", name) is not None and not chosen.is_module
+    suffix = "" if chosen.is_module else Path(name).suffix
+    if suffix == ".ipynb":
+        raise ValueError(
+            f"expected a script, got the notebook {name}; in its first cell write: import "
+            "tritonclip; tritonclip.patch_torch()"
+        )
+    if suffix in _OF_SHELLS or (name in _SHELLS and not chosen.is_module):
+        raise ValueError(
+            f"expected a script of Python, got {name}; in the shell script write python -m "
+            "tritonclip run train.py, or torchrun ... -m tritonclip run train.py"
+        )
+    option = _LAUNCHERS.get(name) if chosen.is_module else _RUN_MODULES.get(name)
+    is_program = not (chosen.is_module or Path(chosen.script).is_file()) and shutil.which(name)
+    if not (option or is_python or is_program):
+        return
+    words = ["python", "-m", name] if chosen.is_module else [name]
+    ends = [i for i, word in enumerate(arguments) if word in ("-m", "--module")]
+    ends += [i for i, word in enumerate(arguments) if word.endswith(".py")]
+    at = min(ends, default=None)
+    words += ["..."] if at is None else arguments[:at]
+    if option is None and not any("python" in word for word in words):
+        words.append("python")
+    words += [option or "-m", "tritonclip", "run", *["--compare"] * chosen.compare]
+    words += ["--record", chosen.record] if chosen.record else []
+    rest = ["train.py", "..."] if at is None else [*arguments[at:]]
+    words += ["-m" if word == "--module" else word for word in rest[:1]] + rest[1:]
+    line = shlex.join(words).replace("'...'", "...")
+    raise ValueError(f"expected a script, got {name}, which starts another program; write {line}")
 
 
 class Program(NamedTuple):
@@ -174,7 +353,9 @@ def _set_first_path(folder: str) -> None:
 
 def _hide_frames(error: BaseException, code: CodeType | None) -> None:
     """Lets the hook for errors that nothing catches show an error from the program's frames on."""
-    shown, frames = sys.excepthook, error.__traceback__
+    shown, frames = getattr(sys, "excepthook", None), error.__traceback__
+    if shown is None:
+        return
     while frames is not None and frames.tb_frame.f_code is not code:
         frames = frames.tb_next
 
