@@ -6,7 +6,9 @@ import contextlib
 import doctest
 import importlib
 import re
+import sys
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +49,30 @@ def test_public_names_are_few_and_listed():
     assert len(tritonclip.__all__) <= 35
     assert set(tritonclip.__all__) <= set(dir(tritonclip))
     assert set(tritonclip._LAZY) <= set(tritonclip.__all__)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with 3.11")
+def test_versions_of_python_and_torch_are_the_same_everywhere():
+    """In the package's data, in CI, in the sessions and on the pages."""
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    minor = r"3\.\d\d"
+    classifiers = "\n".join(project["classifiers"])
+    versions = re.findall(rf"Python :: ({minor})", classifiers)
+    oldest, newest = versions[0], versions[-1]
+    assert project["requires-python"] == f">={oldest}"
+    workflow = (root / ".github/workflows/tests.yml").read_text()
+    assert set(re.findall(rf'- python: "({minor})"', workflow)) == set(versions)
+    sessions = re.search(r"session\(python=\[(.*)\]\)", (root / "noxfile.py").read_text())
+    assert sessions is not None
+    assert re.findall(minor, sessions[1]) == versions
+    torch = re.search(r'"torch>=(\d\.\d+)', (root / "pyproject.toml").read_text())
+    assert torch is not None
+    assert f"torch=={torch[1]}.0" in workflow
+    for page in ("README.md", "docs/install.md", "docs/faq.md"):
+        text = " ".join((root / page).read_text().split())
+        assert f"Python {oldest} or newer" in text
+        assert f"{newest} is the newest in CI" in text
+        assert re.search(rf"(PyTorch {re.escape(torch[1])} or newer|torch from {torch[1]},)", text)
