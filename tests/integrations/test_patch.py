@@ -370,13 +370,19 @@ def test_a_wrapper_beside_a_patched_call_warns_of_a_second_clip():
     """The likeliest mistake: a trainer that clips, and a wrapped optimizer in it."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)
+
+    def clip_twice(norm: float) -> None:
+        weight.grad = torch.full((4,), norm)
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+
     with tritonclip.patch_torch():
-        for step in range(12):
-            weight.grad = torch.full((4,), 2.0 + step)
-            torch.nn.utils.clip_grad_norm_([weight], 1.0)
-            optimizer.step()
-    with pytest.warns(tritonclip.ClippingWarning, match="something else clips to the same limit"):
-        optimizer.stats.summary()
+        for step in range(9):
+            clip_twice(2.0 + step)
+        with pytest.warns(tritonclip.ClippingWarning, match="clips to the same limit"):
+            clip_twice(11.0)
+        clip_twice(12.0)
+    optimizer.stats.summary()
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -6,6 +6,7 @@ which nothing waits.
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -358,6 +359,9 @@ class ClipStats:
     # Of the class, so that a loaded state leaves both as they are.
     _was_warned = False
     _follows = False
+    # Steps, as far as the host decides, that were clipped by a norm at the limit; -inf from the
+    # first on whose norm was well above it.
+    _n_at_limit = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._counts = StepCounts(device)
@@ -433,7 +437,8 @@ class ClipStats:
 
         Warns:
             UserWarning: ten steps or more were clipped by limits that do not follow the norms, and
-                no norm was more than 2e-5 of the limit above it: something else clips first.
+                no norm was more than 2e-5 of the limit above it: something else clips first. Where
+                the host decides, the tenth step says it.
 
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
@@ -513,6 +518,11 @@ class ClipStats:
                 self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, verdict)
+        is_known = left_out is False and measured and {float}.issuperset(map(type, measured))
+        if is_known and (least := min(measured)) < 1:
+            self._n_at_limit = self._n_at_limit + 1 if least >= BARELY else -math.inf
+            if self._n_at_limit == _SUSPICIOUS:
+                self._warn_if_clipped_before(_SUSPICIOUS, 0)
 
     def move_(self, device: torch.device) -> None:
         """Moves all tensors, if the model was moved after its optimizer was made."""
