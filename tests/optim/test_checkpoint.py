@@ -17,6 +17,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from helpers.cases import assert_bits, grad_of, normal
+from helpers.optimizers import torch_saved
 from helpers.training import state_of, unchanged
 from tritonclip import (
     ClipByNorm,
@@ -144,14 +145,10 @@ def assert_resumes(folder: Path, make: Make, flatten: bool, *, rule: bool) -> No
     assert_same_run(second, whole)
 
 
-# torch does not load the keys of groups with a rule from a flattened state.
 @pytest.mark.covering(2)
 @EVERY
-@pytest.mark.parametrize(
-    ("flatten", "rule"),
-    [(False, False), (False, True), (True, False)],
-    ids=["nested", "nested-group-rule", "flattened"],
-)
+@FLATTEN
+@pytest.mark.parametrize("rule", [False, True], ids=["one-rule", "group-rule"])
 def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, rule):
     assert_resumes(tmp_path, make, flatten, rule=rule)
 
@@ -169,7 +166,7 @@ def lone_group(tmp_path: Path) -> Iterator[None]:
 @FLATTEN
 def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path, flatten):
     make = partial(AdamW, lr=0.05)
-    assert_resumes(tmp_path / "saved", make, flatten, rule=not flatten)
+    assert_resumes(tmp_path / "saved", make, flatten, rule=True)
 
 
 @FLATTEN
@@ -249,32 +246,47 @@ def test_template_of_a_new_program_leaves_model_gradients_and_statistics(make):
     assert optimizer.stats.summary()["steps"] == 0
 
 
-def test_rules_are_those_of_the_program_that_loads(tmp_path):
+@FLATTEN
+def test_rules_are_those_of_the_program_that_loads(tmp_path, flatten):
     first = program(AdamW, rule=True)
     train(*first, range(2))
-    save_to(tmp_path, *first, flatten=False)
+    save_to(tmp_path, *first, flatten)
     model, optimizer = program(AdamW, rule=False)
     optimizer.param_groups[1]["clip"] = ClipByValue(0.1)
-    load_from(tmp_path, model, optimizer, flatten=False)
+    load_from(tmp_path, model, optimizer, flatten)
     assert [group.get("clip") for group in optimizer.param_groups] == [None, ClipByValue(0.1)]
     assert "clip" not in optimizer.param_groups[0]
     assert [group["tritonclip"] for group in optimizer.param_groups] == [None, None]
 
 
-def test_rules_of_groups_refuse_a_flattened_checkpoint_and_may_be_set_after_it(tmp_path):
-    """torch looks for every key of a group that the optimizer has while it loads."""
-    whole, first = program(AdamW), program(AdamW)
-    train(*whole, range(4))
+@FLATTEN
+def test_bare_optimizer_that_loaded_a_checkpoint_with_rules_can_be_wrapped(tmp_path, flatten):
+    """It may keep what stands for them, which is no rule."""
+    first = program(AdamW)
     train(*first, range(2))
-    save_to(tmp_path, *first, flatten=True)
-    model, optimizer = program(AdamW, seed=9)
-    with pytest.raises(KeyError, match=r"param_groups\..*\.clip"):
-        load_from(tmp_path, model, optimizer, flatten=True)
-    model, optimizer = program(AdamW, seed=9, rule=False)
-    load_from(tmp_path, model, optimizer, flatten=True)
-    optimizer.param_groups[0]["clip"] = ClipByNorm(0.02)
-    train(model, optimizer, range(2, 4))
-    assert_same_run((model, optimizer), whole)
+    save_to(tmp_path, *first, flatten)
+    model = layers(9)
+    bare = AdamW(groups_of(model, rule=False))
+    load_from(tmp_path, model, bare, flatten)
+    wrapper = ClippedOptimizer(bare, LIMIT)
+    assert ["clip" in group for group in wrapper.param_groups] == [False, False]
+    train(model, wrapper, range(2, 3))
+
+
+@pytest.mark.parametrize("clip", [None, 0.02, ClipByNorm(0.02)], ids=repr)
+def test_flattened_groups_with_a_rule_load_by_set_state_dict_alone(clip):
+    """From a file of torch.save, too, where no template has been made before."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    first, second = program(AdamW), program(AdamW, seed=9)
+    for _, optimizer in (first, second):
+        optimizer.param_groups[0]["clip"] = clip
+    train(*first, range(2))
+    saved = torch_saved(checkpoint_of(*first, flatten=True)["optimizer"], weights_only=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(*second, saved, options=options)
+    assert second[1].param_groups[0]["clip"] == clip
+    assert int(second[1].stats.steps) == 2
 
 
 @FLATTEN

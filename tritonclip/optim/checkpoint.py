@@ -17,12 +17,21 @@ from tritonclip.rules.arguments import saved_count
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 _LEFT_OUT = ("clip", STATS_KEY)
+# In place of rules, also of those that the program which loads may have: torch asks for its keys.
+_NOT_SAVED = "not saved"
 
 
 def mark_(groups: Groups) -> None:
     """Gives groups of a wrapped optimizer the key that a saver has to carry."""
     for group in groups:
         group.setdefault(STATS_KEY, None)  # type: ignore[attr-defined]  # a dict
+
+
+def drop_placeholders_(groups: Groups) -> None:
+    """Takes away what the bare optimizer got in place of rules, from a wrapper's checkpoint."""
+    for group in groups:
+        if group.get("clip") == _NOT_SAVED:
+            del group["clip"]  # type: ignore[attr-defined]  # a dict
 
 
 def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +64,9 @@ def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
     buffer = io.BytesIO()
     torch.save(part, buffer)
-    groups = [{**group, STATS_KEY: buffer.getvalue()} for group in state_dict["param_groups"]]
+    # The same objects in all groups, which pickle writes once.
+    keys = {STATS_KEY: buffer.getvalue(), "clip": _NOT_SAVED}
+    groups = [{**group, **keys} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups, STATS_KEY: part}
 
 

@@ -20,6 +20,7 @@ from tritonclip.optim.amp import (
     step_unless,
 )
 from tritonclip.optim.checkpoint import (
+    drop_placeholders_,
     keep_rules_out_,
     mark_,
     split_part,
@@ -164,6 +165,7 @@ class ClippedOptimizer(ScalerSide):
         check_optimizer(optimizer)
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
+        drop_placeholders_(optimizer.param_groups)
         self._grouping = Grouping(optimizer, as_rule("max_norm", max_norm), processes)
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
