@@ -12,14 +12,7 @@ Call one of these after `loss.backward()` and before `optimizer.step()`, or once
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
-    # Commands need no NumPy, of which torch warns when it is imported.
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
 from tritonclip.backward.on_arrival import clip_on_backward_

@@ -56,3 +56,29 @@ assert not found(*extras), found(*extras)
 def test_import_imports_no_recorder_no_triton_and_no_extra():
     done = python("-c", IMPORTED)
     assert done.returncode == 0, done.stderr
+
+
+IMPORTED_ALONE = """
+import atexit, copyreg, signal, sys, warnings
+import torch, torch.nn.utils
+
+def state():
+    tree = torch.utils._pytree
+    return [
+        repr(warnings.filters), torch.serialization.get_safe_globals(),
+        dict(copyreg.dispatch_table), sys.excepthook,
+        signal.getsignal(signal.SIGTERM), atexit._ncallbacks(),
+        {*tree.SUPPORTED_NODES}, torch.get_default_dtype(), torch.get_num_threads(),
+        [vars(torch.nn.utils)[name] for name in dir(torch.nn.utils)], sys.path[:],
+    ]
+
+before = state()
+import tritonclip
+for was, now in zip(before, state()):
+    assert was == now, (was, now)
+"""
+
+
+def test_import_changes_nothing_global():
+    done = python("-c", IMPORTED_ALONE)
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from tritonclip.optim.param_groups import Groups
 from tritonclip.rules.arguments import saved_count
+from tritonclip.rules.rule import RULE_CLASSES
 
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
@@ -53,6 +54,8 @@ def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 def keep_rules_out_(optimizer: Optimizer) -> None:
     """Makes checkpoints of an optimizer, taken past its wrapper, those of one without rules."""
+    # Trainers that save param groups by themselves, with rules among their keys, load weights only.
+    torch.serialization.add_safe_globals(RULE_CLASSES)
     if without_rules not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(without_rules)
         optimizer.register_load_state_dict_pre_hook(with_present_rules)

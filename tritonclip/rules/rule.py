@@ -14,12 +14,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.serialization import add_safe_globals
 from typing_extensions import dataclass_transform
 
 from tritonclip.rules.arguments import OF_SCHEDULE, Schedule, as_eps, as_norm_type, as_number
 
 Kind = TypeVar("Kind", bound=type)
+# All that `rule` made: what a checkpoint may have.
+RULE_CLASSES: list[Any] = []
 
 
 class Norm(NamedTuple):
@@ -73,8 +74,7 @@ def rule(cls: Kind) -> Kind:
     made.checks = tuple(
         (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
     )
-    # Trainers save param groups, with rules among their keys, and load weights only.
-    add_safe_globals([made])
+    RULE_CLASSES.append(made)
     return made  # type: ignore[no-any-return]
 
 
