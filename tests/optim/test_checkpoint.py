@@ -6,6 +6,7 @@ interrupted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import is_
@@ -20,6 +21,7 @@ from helpers.cases import assert_bits, grad_of, normal
 from helpers.optimizers import torch_saved
 from helpers.training import state_of, unchanged
 from tritonclip import (
+    ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
@@ -206,31 +208,61 @@ def test_saving_changes_nothing(tmp_path, make, flatten):
     assert_same_run(saved, whole)
 
 
-def test_saving_an_optimizer_without_state_counts_a_step(tmp_path):
+def test_saving_an_optimizer_without_state_counts_no_step(tmp_path):
     """By a step that changes nothing, torch makes the state of an optimizer that has none."""
     model, optimizer = program(OPTIMIZERS["stateless"])
     train(model, optimizer, range(3))
     optimizer.zero_grad()
     with unchanged([*model.parameters()]):
         save_to(tmp_path, model, optimizer, flatten=False)
-    assert optimizer.stats.summary()["steps"] == 4
+    assert optimizer.stats.summary()["steps"] == 3
+    assert float(optimizer.stats.last_norm) > 0
 
 
-def test_recorder_that_is_set_after_loading_goes_on(tmp_path):
-    """Before, the step by which torch makes state would be a row of it."""
+@pytest.mark.parametrize(
+    "make", [OPTIMIZERS["AdamW"], OPTIMIZERS["tensor-lr"]], ids=["lr", "tensor"]
+)
+def test_step_by_which_torch_makes_state_is_seen_by_no_rule(make):
+    model, optimizer = program(make)
+    optimizer.clip = ClipByGlobalNorm(lambda step: 1.0 + step)
+    optimizer.skip_above = Outlier(2.0, 4)
+    checkpoint_of(model, optimizer, flatten=False)
+    assert optimizer.state
+    part = optimizer.state_dict()["tritonclip"]
+    assert (int(part["calls"]), int(part["steps"])) == (0, 0)
+    assert part["memory"]["outliers"]["steps"] == part["memory"]["rule"]["steps"] == 0
+    assert math.isnan(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize(
+    ("lr", "grad", "with_graph"),
+    [(0.0, 0.0, True), (0.1, 0.0, False), (0.0, 1.0, False), (0.0, None, False)],
+)
+@pytest.mark.parametrize("rule", [1.0, ClipByValue(1.0)], ids=["norm", "value"])
+def test_steps_of_a_training_count(lr, grad, with_graph, rule):
+    """A warm-up begins with a rate of 0, and some loops step without recording a graph."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ClippedOptimizer(SGD([weight], lr=lr), rule)
+    for _ in range(2):
+        weight.grad = None if grad is None else torch.full((2,), grad)
+        with torch.set_grad_enabled(with_graph):
+            optimizer.step()
+    assert int(optimizer.stats.steps) == 2
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["all", "each"])
+def test_recorder_goes_on_after_loading(tmp_path, each):
+    """The step by which torch makes state is no row."""
     path = tmp_path / "run.csv"
     first = program(AdamW, rule=False)
-    first[1].recorder = record(path)
-    train(*first, range(3))
-    save_to(tmp_path / "saved", *first, flatten=False)
-    state = first[1].recorder.state_dict()
-    first[1].recorder.close()
-
+    with record(path, each=each) as recorder:
+        first[1].recorder = recorder
+        train(*first, range(3))
+        save_to(tmp_path / "saved", *first, flatten=False)
     second = program(AdamW, seed=9, rule=False)
-    load_from(tmp_path / "saved", *second, flatten=False)
-    with record(path) as recorder:
-        recorder.load_state_dict(state)
+    with record(path, each=each) as recorder:
         second[1].recorder = recorder
+        load_from(tmp_path / "saved", *second, flatten=False)
         train(*second, range(3, 5))
     assert [line.split(",")[0] for line in path.read_text().split()] == ["step", *"12345"]
 
@@ -369,8 +401,7 @@ def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
     load_from(tmp_path, twin, wrapper, flatten, planner=DefaultLoadPlanner(allow_partial_load=True))
     assert_bits(twin.parameters(), model.parameters())
     assert_bits(state_of(wrapper, twin.parameters()), state_of(bare, model.parameters()))
-    # By the steps in which torch makes state, one for each load until there is some.
-    assert wrapper.stats.summary()["steps"] == (1 if any(wrapper.state.values()) else 2)
+    assert wrapper.stats.summary()["steps"] == 0
 
 
 class _EmptyStates(Optimizer):

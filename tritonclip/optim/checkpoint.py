@@ -9,6 +9,7 @@ import io
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.optim.param_groups import Groups
@@ -33,6 +34,24 @@ def drop_placeholders_(groups: Groups) -> None:
     for group in groups:
         if group.get("clip") == _NOT_SAVED:
             del group["clip"]  # type: ignore[attr-defined]  # a dict
+
+
+def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
+    """Whether a step without a graph, of an optimizer without state, is one that makes that state.
+
+    Rates and gradients are then 0; the norm says it of shards, which may be 0 on one process alone.
+    """
+    grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    return (
+        not any(group.get("lr", 0) for group in groups)
+        and all(grad is not None and not grad.is_sparse for grad in grads)
+        and (has_shards or all(map(is_zero, grads)))
+    )
+
+
+def is_zero(number: Tensor) -> bool:
+    """Whether all elements are 0; waits for the device. Those on meta are nothing else."""
+    return number.is_meta or hasattr(number, "full_tensor") or not number.any()
 
 
 def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

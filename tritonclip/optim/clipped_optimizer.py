@@ -21,8 +21,10 @@ from tritonclip.optim.amp import (
 )
 from tritonclip.optim.checkpoint import (
     drop_placeholders_,
+    is_zero,
     keep_rules_out_,
     mark_,
+    may_make_state,
     split_part,
     with_part,
     with_present_rules,
@@ -179,6 +181,7 @@ class ClippedOptimizer(ScalerSide):
         self._scaler = ScalerState()
         # A step began to divide gradients by a loss scale, and has not updated the parameters.
         self._is_divided = False
+        self._is_unrecorded = False
         # Last: an argument that is refused leaves the optimizer as it was.
         mark_(groups)
         keep_rules_out_(optimizer)
@@ -327,7 +330,17 @@ class ClippedOptimizer(ScalerSide):
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
             raise TypeError(NO_LOSS_FOR_LBFGS)
+        # `torch.distributed.checkpoint` makes state by a step that is none of the training.
+        makes_state = not (torch.is_grad_enabled() or self.optimizer.state)
+        if makes_state:
+            has_shards = self._grouping.processes is not None
+            makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
+        self._is_unrecorded = makes_state
         step = self._clip(grad_scale)
+        self._is_unrecorded = False
+        if makes_state:
+            outcomes = [outcome for outcome in step.outcomes.values() if outcome is not None]
+            makes_state = all(is_zero(outcome.norm) for outcome in outcomes)
         left_out = step.verdict.left_out
         if left_out is True:
             self._log.add(step)
@@ -339,7 +352,8 @@ class ClippedOptimizer(ScalerSide):
         else:
             result = self.optimizer.step()
         self._is_divided = False
-        self._log.add(step)
+        if not makes_state:
+            self._log.add(step)
         return result, True
 
     def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
@@ -424,7 +438,7 @@ class ClippedOptimizer(ScalerSide):
                 "with another path here to record these",
                 RuntimeWarning,
             )
-        if recorder is not None:
+        if recorder is not None and not self._is_unrecorded:
             record = StepRecord(recorder, clip_groups, grouping, self._log.names)
             refusal = refusal or record.refusal
         step = Step(
