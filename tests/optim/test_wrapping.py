@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -331,3 +332,52 @@ def test_other_attributes_are_set():
     optimizer.step()
     assert (optimizer.warmup, optimizer.eps, optimizer.window) == (5, 1e-3, 10)
     assert int(optimizer.stats.steps) == 1
+
+
+def traces(optimizer: SGD) -> tuple[Any, ...]:
+    """All that a wrapper could leave on an optimizer."""
+    kept = {name: value for name, value in vars(optimizer).items() if name != "state"}
+    hooks = [[*value.values()] for name, value in kept.items() if name.endswith("hooks")]
+    groups = [sorted(group) for group in optimizer.param_groups]
+    return sorted(kept), hooks, groups, [*optimizer.state]
+
+
+def test_unwrap_leaves_the_optimizer_as_it_was():
+    weight, other = parameter(torch.ones(2)), parameter(torch.ones(2))
+    groups: list[dict[str, Any]] = [{"params": [weight], "clip": 0.5}, {"params": [other]}]
+    inner = SGD(groups, lr=0.1)
+    inner.register_state_dict_post_hook(lambda *_: None)
+    before = traces(inner)
+    wrapper = ClippedOptimizer(inner, 1.0)
+    wrapper.step()
+    wrapper.load_state_dict(wrapper.state_dict())
+    assert wrapper.unwrap() is inner
+    assert traces(inner) == before
+    assert ClippedOptimizer(inner, 1.0).unwrap().param_groups[0]["clip"] == 0.5
+
+
+@pytest.mark.parametrize("again", [copy, lambda one: ClippedOptimizer(one.optimizer, 2.0)])
+def test_last_of_several_wrappers_takes_the_traces_away(again):
+    inner = SGD([parameter(torch.ones(2))], lr=0.1)
+    before = traces(inner)
+    first = ClippedOptimizer(inner, 1.0)
+    second, dropped = again(first), again(first)
+    wrapped = traces(inner)
+    first.unwrap()
+    del dropped
+    assert traces(inner) == wrapped
+    second.unwrap()
+    assert traces(inner) == before
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "options"),
+    [("1", {}), (1.0, {"nonfinite": "?"}), (1.0, {"skip_above": "?"}), (1.0, {"recorder": 1})],
+    ids=str,
+)
+def test_wrapper_that_is_refused_leaves_no_trace(max_norm, options):
+    inner = SGD([parameter(torch.ones(2))], lr=0.1)
+    before = traces(inner)
+    with pytest.raises((TypeError, ValueError)):
+        ClippedOptimizer(inner, max_norm, **options)
+    assert traces(inner) == before

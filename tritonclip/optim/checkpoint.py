@@ -7,6 +7,7 @@ a wrapped optimizer have the key `tritonclip`, whose value is bytes in a checkpo
 
 import io
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from tritonclip.rules.rule import RULE_CLASSES
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 _LEFT_OUT = ("clip", STATS_KEY)
+# Copies share an optimizer.
+_WRAPPERS: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 # In place of rules, also of those that the program which loads may have: torch asks for its keys.
 _NOT_SAVED = "not saved"
 
@@ -71,13 +74,31 @@ def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
     return {**state_dict, "param_groups": groups + saved[len(groups) :]}
 
 
-def keep_rules_out_(optimizer: Optimizer) -> None:
-    """Makes checkpoints of an optimizer, taken past its wrapper, those of one without rules."""
+def begin_(optimizer: Optimizer, wrapper: object) -> None:
+    """Makes an optimizer ready for checkpoints of a wrapper, and of its own without rules."""
+    mark_(optimizer.param_groups)
     # Trainers that save param groups by themselves, with rules among their keys, load weights only.
     torch.serialization.add_safe_globals(RULE_CLASSES)
     if without_rules not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(without_rules)
         optimizer.register_load_state_dict_pre_hook(with_present_rules)
+    _WRAPPERS.setdefault(optimizer, WeakSet()).add(wrapper)
+
+
+def end_(optimizer: Optimizer, wrapper: object) -> None:
+    """Takes the keys and hooks away, unless another wrapper of the optimizer is left."""
+    wrappers = _WRAPPERS.get(optimizer, WeakSet())
+    wrappers.discard(wrapper)
+    if wrappers:
+        return
+    for group in optimizer.param_groups:
+        group.pop(STATS_KEY, None)
+    for hooks, ours in (
+        (optimizer._optimizer_state_dict_post_hooks, without_rules),
+        (optimizer._optimizer_load_state_dict_pre_hooks, with_present_rules),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
 
 
 def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:

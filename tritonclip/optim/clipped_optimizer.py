@@ -20,9 +20,10 @@ from tritonclip.optim.amp import (
     step_unless,
 )
 from tritonclip.optim.checkpoint import (
+    begin_,
     drop_placeholders_,
+    end_,
     is_zero,
-    keep_rules_out_,
     mark_,
     may_make_state,
     split_part,
@@ -183,8 +184,7 @@ class ClippedOptimizer(ScalerSide):
         self._is_divided = False
         self._is_unrecorded = False
         # Last: an argument that is refused leaves the optimizer as it was.
-        mark_(groups)
-        keep_rules_out_(optimizer)
+        begin_(optimizer, self)
 
     @property
     def stats(self) -> ClipStats:
@@ -475,6 +475,18 @@ class ClippedOptimizer(ScalerSide):
         mark_(self.param_groups)
         self._grouping.read_rules()
 
+    def unwrap(self) -> Optimizer:
+        """Ends the wrapper, and returns the wrapped optimizer without its hooks and keys.
+
+        Rules that groups carry stay, as the user's. Where a shallow copy or another wrapper of the
+        optimizer is left, the last one that ends takes hooks and keys away.
+
+        Returns:
+            The wrapped optimizer.
+        """
+        end_(self.optimizer, self)
+        return self.optimizer
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does."""
         self._is_divided = False
@@ -497,6 +509,7 @@ class ClippedOptimizer(ScalerSide):
         """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
         twin = ClippedOptimizer.__new__(type(self))
         vars(twin).update(vars(self))
+        begin_(self.optimizer, twin)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
