@@ -32,6 +32,7 @@ from tritonclip import (
     clip_,
     record,
 )
+from tritonclip.optim.checkpoint import may_make_state
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
@@ -248,6 +249,15 @@ def test_steps_of_a_training_count(lr, grad, with_graph, rule):
         with torch.set_grad_enabled(with_graph):
             optimizer.step()
     assert int(optimizer.stats.steps) == 2
+
+
+def test_rate_on_a_device_is_not_waited_for():
+    """A step without a graph may be captured; torch's rates of 0 are on the default device."""
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.zeros(2)
+    for device, expected in (("meta", False), ("cpu", True)):
+        group = {"params": [weight], "lr": torch.zeros((), device=device)}
+        assert may_make_state([group], has_shards=False) is expected
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["all", "each"])

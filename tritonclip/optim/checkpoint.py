@@ -45,8 +45,11 @@ def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
     Rates and gradients are then 0; the norm says it of shards, which may be 0 on one process alone.
     """
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    rates = [group.get("lr", 0) for group in groups]
+    # torch makes its rates there. Any other would be waited for, also while a graph is captured.
+    here = torch.get_default_device().type
     return (
-        not any(group.get("lr", 0) for group in groups)
+        not any((isinstance(rate, Tensor) and rate.device.type != here) or rate for rate in rates)
         and all(grad is not None and not grad.is_sparse for grad in grads)
         and (has_shards or all(map(is_zero, grads)))
     )
