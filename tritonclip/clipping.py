@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from tritonclip import settings
 from tritonclip.distributed.agreement import verify_replicas
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
@@ -227,18 +229,24 @@ def clip_gradients_(
     norms of DTensors, are those of torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    if type(max_norm) is float and max_norm and not is_compiling:
-        # As `as_rule`, in one call less.
-        rule: Rule = known_rule(ClipByGlobalNorm, max_norm)
-    else:
-        rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
-    if are_gradients and rule.per_unit:
-        raise TypeError(
-            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
-            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
-        )
+    try:
+        if type(max_norm) is float and max_norm and not is_compiling:
+            # As `as_rule`, in one call less.
+            rule: Rule = known_rule(ClipByGlobalNorm, max_norm)
+        else:
+            rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
+        if nonfinite not in POLICIES:
+            raise unknown_policy(nonfinite)
+        if are_gradients and rule.per_unit:
+            raise TypeError(
+                f"{rule.name} compares gradients with the weights of their parameters, and tensors "
+                "have none; expected another rule, or clip_(parameters, rule) with gradients in "
+                ".grad"
+            )
+    except (TypeError, ValueError) as error:
+        if not is_compiling:
+            raise_everywhere(error, argument, process_group, copies, are_gradients=are_gradients)
+        raise
     if is_compiling or (n_dispatch_modes() and is_traced()):
         options: Any = {"grad_scale": grad_scale, "state": state}
         options |= {"process_group": process_group, "copies": copies}
@@ -274,6 +282,28 @@ def clip_gradients_(
     if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm
+
+
+def raise_everywhere(
+    error: Exception,
+    argument: Any,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
+    *,
+    are_gradients: bool = False,
+) -> None:
+    """Under `verify()`, raises the error of an argument on all processes that share the list."""
+    if not settings.current().verifying or isinstance(argument, GradientSource):
+        return
+    try:
+        processes = check_processes(process_group, copies)
+        take = partial(collect_tensors, writes=True) if are_gradients else collect
+        gradients = take(argument, processes=processes)
+    except (TypeError, ValueError):
+        # The list is wrong as well, so that nobody knows who waits.
+        return
+    gradients.reject_(error)
+    gradients.verify_agreement("clip", ClipByGlobalNorm(1.0))
 
 
 def _collect_tensors(
