@@ -434,6 +434,46 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     assert_moved(weight)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_scaler_divides_once_where_the_wrapped_optimizer_was_unscaled(scaler_type, fused):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    for _ in range(2):
+        scaler.unscale_(optimizer.optimizer)
+        assert_bits(weight.grad, torch.tensor([3.0, 4.0]))
+        scaler.step(optimizer)
+        assert_moved(weight)
+        assert float(optimizer.stats.last_norm) == 5.0
+        scaler.update()
+        weight.data.zero_()
+        weight.grad = scaler.get_scale() * torch.tensor([3.0, 4.0])
+    weight.grad[0] = torch.inf
+    scaler.unscale_(optimizer.optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert not weight.any()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_scaler_refuses_a_step_after_one_of_the_wrapped_optimizer(scaler_type, fused):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    scaler.step(optimizer.optimizer)
+    with pytest.raises(RuntimeError, match=r"step.* already been called"), unchanged([weight]):
+        scaler.step(optimizer)
+
+
+def test_our_scaler_has_one_state_for_a_wrapper_and_the_wrapped_optimizer():
+    weight, optimizer, scaler = weight_under(tritonclip.GradScaler)
+    scaler.unscale_(optimizer)
+    for other in (optimizer, optimizer.optimizer):
+        with pytest.raises(RuntimeError, match=r"unscale_.* already been called"):
+            scaler.unscale_(other)
+    scaler.step(optimizer.optimizer)
+    torch.testing.assert_close(weight.detach(), -torch.tensor([3.0, 4.0]))
+    with pytest.raises(RuntimeError, match=r"step.* already been called"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
 @pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}], ids=["plain", "fused"])
 def test_scaler_is_right_after_a_step_that_raised(scaler, mode, again):

@@ -7,11 +7,13 @@ that it wraps, it takes the place of the scaler.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
@@ -128,6 +130,8 @@ class ScalerSide(OptimizerProxy):
         """Whether a GradScaler hands scale and overflow to `step`; asked where a step begins."""
         scaler = self._scaler
         scaler.measured = None
+        # Its step, which asks, hands over no scaler.
+        share_state_(sys._getframe(1).f_locals.get("self"), self)
         scaler.refuse_set_by_hand()
         scaler.clear()
         scaler.is_begun = takes_scaling(self.optimizer)
@@ -168,6 +172,19 @@ class ScalerSide(OptimizerProxy):
         if self._scaler.on_device is None or self._optimizer_step_pre_hooks:
             return takes_found_inf(self.optimizer)
         return self._scaler.on_device
+
+
+def share_state_(scaler: object, wrapper: ScalerSide) -> None:
+    """Tells a GradScaler, which knows optimizers by their ids, that it unscaled the wrapped one."""
+    states = vars(scaler).get("_per_optimizer_states", {}) if isinstance(scaler, GradScaler) else {}
+    inner = states.get(id(wrapper.optimizer), {"stage": OptState.READY})
+    if inner["stage"] is OptState.STEPPED:
+        raise RuntimeError(
+            "step() has already been called for the wrapped optimizer since the last update(); "
+            "expected scaler.step(optimizer) with the ClippedOptimizer only"
+        )
+    if inner["stage"] is OptState.UNSCALED:
+        states[id(wrapper)].update(inner)
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

@@ -47,15 +47,17 @@ class GradScaler(torch.amp.GradScaler):
         """Divides the gradients by the scale, before they are read or changed by hand.
 
         Args:
-            optimizer: the wrapper, not the optimizer inside, or any other optimizer.
+            optimizer: the wrapper, or any other optimizer.
 
         Raises:
-            RuntimeError: a second call before `update`.
+            RuntimeError: a second call before `update`, also of the optimizer inside.
         """
-        if isinstance(optimizer, ClippedOptimizer) and optimizer._scaler.on_device is not None:
-            # Called by `step`.
-            self._check_inf_per_device(optimizer)
-            return
+        if self._enabled and isinstance(optimizer, ClippedOptimizer):
+            if optimizer._scaler.on_device is not None:
+                # Called by `step`.
+                self._check_inf_per_device(optimizer)
+                return
+            self._share_state(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -71,12 +73,18 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
+        self._share_state(optimizer)
         try:
             optimizer._scaler.on_device = takes_found_inf(optimizer.optimizer)
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._scaler.on_device = None
             optimizer._scaler.measured = None
+
+    def _share_state(self, wrapper: ClippedOptimizer) -> None:
+        """Keeps one state for a wrapper and the wrapped optimizer: they have the same gradients."""
+        states = self._per_optimizer_states
+        states[id(wrapper)] = states[id(wrapper.optimizer)]
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
