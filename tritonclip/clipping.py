@@ -229,28 +229,31 @@ def clip_gradients_(
     norms of DTensors, are those of torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    try:
-        if type(max_norm) is float and max_norm and not is_compiling:
-            # As `as_rule`, in one call less.
-            rule: Rule = known_rule(ClipByGlobalNorm, max_norm)
-        else:
-            rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
-        if nonfinite not in POLICIES:
-            raise unknown_policy(nonfinite)
-        if are_gradients and rule.per_unit:
-            raise TypeError(
-                f"{rule.name} compares gradients with the weights of their parameters, and tensors "
-                "have none; expected another rule, or clip_(parameters, rule) with gradients in "
-                ".grad"
-            )
-    except (TypeError, ValueError) as error:
-        if not is_compiling:
+    # A tensor breaks the graph, which a `try` block does not allow.
+    rule: Any = max_norm
+    if not (is_compiling and isinstance(max_norm, Tensor)):
+        try:
+            if type(max_norm) is float and max_norm and not is_compiling:
+                # As `as_rule`, in one call less.
+                rule = known_rule(ClipByGlobalNorm, max_norm)
+            else:
+                rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
+            if nonfinite not in POLICIES:
+                raise unknown_policy(nonfinite)
+            if are_gradients and rule.per_unit:
+                raise TypeError(
+                    f"{rule.name} compares gradients with the weights of their parameters, and "
+                    "tensors have none; expected another rule, or clip_(parameters, rule) with "
+                    "gradients in .grad"
+                )
+        except (TypeError, ValueError) as error:
             raise_everywhere(error, argument, process_group, copies, are_gradients=are_gradients)
-        raise
+            raise
     if is_compiling or (n_dispatch_modes() and is_traced()):
         options: Any = {"grad_scale": grad_scale, "state": state}
         options |= {"process_group": process_group, "copies": copies}
-        traced = compiled.break_graph if are_gradients else compiled.clip_
+        breaks = are_gradients or not isinstance(rule, Rule)
+        traced = compiled.break_graph if breaks else compiled.clip_
         return traced(call, argument, rule, nonfinite=nonfinite, **options)
     if isinstance(argument, DistributedDataParallel):
         verify_replicas(argument, rule, grad_scale, nonfinite, state)
@@ -293,7 +296,9 @@ def raise_everywhere(
     are_gradients: bool = False,
 ) -> None:
     """Under `verify()`, raises the error of an argument on all processes that share the list."""
-    if not settings.current().verifying or isinstance(argument, GradientSource):
+    if torch.compiler.is_compiling() or not settings.current().verifying:
+        return
+    if isinstance(argument, GradientSource):
         return
     try:
         processes = check_processes(process_group, copies)

@@ -1,5 +1,9 @@
 """Modes of PyTorch: operators recorded, simulated or captured, autograd, and inference mode."""
 
+# torch.compile traces `without_grad`, and guards the annotations of the function within by their
+# identity; `P.args` is a new object each time.
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar

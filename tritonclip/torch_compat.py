@@ -115,6 +115,12 @@ def clip_grad_norm_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
+    if isinstance(max_norm, Tensor) and torch.compiler.is_compiling():
+        return compiled.break_graph(
+            *(clip_grad_norm_, parameters, max_norm, norm_type, error_if_nonfinite),
+            process_group=process_group,
+            copies=copies,
+        )
     try:
         limit = max_norm if type(max_norm) is float else _as_float("max_norm", max_norm)
         order = norm_type if type(norm_type) is float else _as_float("norm_type", norm_type)

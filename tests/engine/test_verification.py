@@ -207,6 +207,13 @@ def test_verify_knows_that_a_bound_stays_finite(device):
     assert grads[0].tolist() == [-65504.0, 3.0]
 
 
+def test_verify_knows_that_zeros_stay_outside_of_the_bounds(device):
+    grads = [torch.tensor([torch.nan, 3.0], device=device)]
+    with tritonclip.verify():
+        tritonclip.clip_(named(grads), ClipByValue(-2.0, -1.0), nonfinite="zero")
+    assert grads[0].tolist() == [0.0, 0.0]
+
+
 def test_verify_covers_the_torch_functions(verbs, device, monkeypatch):
     grads = [torch.full((3,), 2.0, device=device)]
     for name, verb in (("clip_grad_norm_", "scale_"), ("clip_grad_value_", "clamp_")):

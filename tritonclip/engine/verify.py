@@ -84,9 +84,11 @@ class Reference:
                     self._compare_norms(norms.norm_here(), result)
             write(twin, rule, norms)
         if rule.clamps:
-            # A bound that a dtype cannot hold is its largest number.
+            # A bound that a dtype cannot hold is its largest number. Zeros that nonfinite="zero"
+            # wrote stay, although the bounds may exclude 0.
             for tensor, grad in zip(twin.tensors, self._gradients.tensors, strict=True):
-                tensor.clamp_(*rule.bounds[grad.dtype])
+                low, high = rule.bounds[grad.dtype]
+                tensor.clamp_(min(low, 0.0), max(high, 0.0))
         self._compare(twin.tensors, float(grad_scale))
 
     def check_scale(self, write: Callable[[Gradients], object]) -> None:
