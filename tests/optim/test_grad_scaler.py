@@ -462,6 +462,32 @@ def test_scaler_refuses_a_step_after_one_of_the_wrapped_optimizer(scaler_type, f
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("wrapper_first", [True, False])
+def test_scaler_refuses_to_divide_the_gradients_of_a_wrapper_twice(
+    scaler_type, fused, wrapper_first
+):
+    """Ours in the second call of `unscale_`, torch's, which knows ids only, in the step."""
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    both = [optimizer.optimizer, optimizer]
+
+    def step() -> None:
+        for one in reversed(both) if wrapper_first else both:
+            scaler.unscale_(one)
+        scaler.step(optimizer)
+
+    with pytest.raises(RuntimeError, match=r"unscale_.* already been called"), unchanged([weight]):
+        step()
+
+
+def test_scaler_refuses_a_step_of_the_wrapped_optimizer_after_one_of_the_wrapper(scaler_type):
+    weight, optimizer, scaler = weight_under(scaler_type)
+    scaler.unscale_(optimizer.optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"step.* already been called"), unchanged([weight]):
+        scaler.step(optimizer.optimizer)
+
+
 def test_our_scaler_has_one_state_for_a_wrapper_and_the_wrapped_optimizer():
     weight, optimizer, scaler = weight_under(tritonclip.GradScaler)
     scaler.unscale_(optimizer)
@@ -501,8 +527,19 @@ def interrupt(step, optimizer):
         step()
 
 
+NEW_GRADIENTS: dict[str, Any] = {
+    "zero_grad of the wrapper": lambda optimizer, _: optimizer.zero_grad(),
+    "zero_grad in place": lambda optimizer, _: optimizer.zero_grad(set_to_none=False),
+    "zero_grad of the model": lambda _, weight: torch.nn.ParameterList([weight]).zero_grad(),
+    "a new tensor": lambda _, weight: setattr(weight, "grad", torch.zeros(2)),
+}
+
+
+@pytest.mark.parametrize("renew", NEW_GRADIENTS.values(), ids=NEW_GRADIENTS)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_gradients_that_a_failed_step_divided_are_refused_until_zero_grad(scaler_type, fused):
+def test_gradients_that_a_failed_step_divided_are_refused_until_there_are_new_ones(
+    scaler_type, fused, renew
+):
     """Torch's scaler divides those of an optimizer that is not fused, and remembers it."""
     weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
     interrupt(partial(scaler.step, optimizer), optimizer.optimizer)
@@ -511,8 +548,23 @@ def test_gradients_that_a_failed_step_divided_are_refused_until_zero_grad(scaler
             error = pytest.raises(RuntimeError, match=r"divided .* by the loss scale; .* zero_grad")
             with error, unchanged([weight], grads=True):
                 step()
-        optimizer.zero_grad()
+        renew(optimizer, weight)
         scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
+    scaler.step(optimizer)
+    assert_moved(weight)
+
+
+def test_gradients_that_a_failed_step_divided_are_refused_beside_new_ones():
+    weight, optimizer, scaler = weight_under(tritonclip.GradScaler)
+    other = torch.nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [other]})
+    interrupt(partial(scaler.step, optimizer), optimizer.optimizer)
+    weight.grad = SCALED.clone()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"divided .* by the loss scale; .* zero_grad"):
+            scaler.step(optimizer)
+    other.grad = None
     scaler.step(optimizer)
     assert_moved(weight)
 

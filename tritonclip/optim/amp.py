@@ -175,16 +175,22 @@ class ScalerSide(OptimizerProxy):
 
 
 def share_state_(scaler: object, wrapper: ScalerSide) -> None:
-    """Tells a GradScaler, which knows optimizers by their ids, that it unscaled the wrapped one."""
-    states = vars(scaler).get("_per_optimizer_states", {}) if isinstance(scaler, GradScaler) else {}
-    inner = states.get(id(wrapper.optimizer), {"stage": OptState.READY})
-    if inner["stage"] is OptState.STEPPED:
+    """Gives a wrapper and the wrapped optimizer one state in a GradScaler, which knows ids."""
+    states = vars(scaler).get("_per_optimizer_states") if isinstance(scaler, GradScaler) else None
+    if states is None or (inner := states[id(wrapper.optimizer)]) is (own := states[id(wrapper)]):
+        return
+    called = "step" if inner["stage"] is OptState.STEPPED else "unscale_"
+    # Both were unscaled, and have the same gradients.
+    is_divided_twice = inner["stage"] is own["stage"] is OptState.UNSCALED
+    if called == "step" or is_divided_twice:
         raise RuntimeError(
-            "step() has already been called for the wrapped optimizer since the last update(); "
-            "expected scaler.step(optimizer) with the ClippedOptimizer only"
+            f"{called}() has already been called for the wrapped optimizer since the last update()"
+            f"{', and divided its gradients twice' * is_divided_twice}; "
+            f"expected scaler.{called}(optimizer) with the ClippedOptimizer only"
         )
     if inner["stage"] is OptState.UNSCALED:
-        states[id(wrapper)].update(inner)
+        own.update(inner)
+    states[id(wrapper.optimizer)] = own
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -145,7 +146,8 @@ class ClippedOptimizer(ScalerSide):
         docs/optimizer.md has more on all of these.
 
         After a step that raised, for example by Ctrl-C, the next one begins anew. If the failed one
-        may have divided the gradients by a loss scale, steps raise RuntimeError until `zero_grad`.
+        may have divided the gradients by a loss scale, steps raise RuntimeError until there are new
+        ones, or `zero_grad` was called.
 
     References:
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
@@ -180,8 +182,10 @@ class ClippedOptimizer(ScalerSide):
         for number, group in enumerate(groups):
             check_group(number, group)
         self._scaler = ScalerState()
-        # A step began to divide gradients by a loss scale, and has not updated the parameters.
+        # A step began to divide gradients by a loss scale, and has not updated the parameters; the
+        # gradients, where it failed.
         self._is_divided = False
+        self._divided: list[ref[Tensor]] = []
         self._is_unrecorded = False
         # Last: an argument that is refused leaves the optimizer as it was.
         begin_(optimizer, self)
@@ -309,6 +313,8 @@ class ClippedOptimizer(ScalerSide):
         except BaseException:
             # It takes back only from a success what it hands over.
             self._scaler.clear()
+            if self._is_divided and not self._divided:
+                self._divided = [ref(grad) for grad in self._grads()]
             raise
 
     @torch.compiler.disable(recursive=False)
@@ -423,7 +429,7 @@ class ClippedOptimizer(ScalerSide):
         device = grouping.device
         if device != self._log.stats.last_norm.device:
             self.stats.move_(device)
-        if self._is_divided:
+        if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         refusal = refusal or grouping.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
@@ -454,6 +460,20 @@ class ClippedOptimizer(ScalerSide):
         )
         step.measure(refusal, grouping.processes, overflow=overflow)
         return step
+
+    def _grads(self) -> list[Tensor]:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p.grad for p in params if p.grad is not None]
+
+    def _has_divided(self) -> bool:
+        """Whether gradients are left that a failed step may have divided by the loss scale.
+
+        A new one is not, such as one that comes after `zero_grad` of the model.
+        """
+        divided = {id(grad) for weak in self._divided if (grad := weak()) is not None}
+        if self._divided and divided.isdisjoint(map(id, self._grads())):
+            self._is_divided, self._divided = False, []
+        return self._is_divided
 
     # For callers that may record a graph.
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
@@ -489,7 +509,7 @@ class ClippedOptimizer(ScalerSide):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does."""
-        self._is_divided = False
+        self._is_divided, self._divided = False, []
         super().zero_grad(set_to_none)
 
     def _save(self) -> dict[str, Any]:
