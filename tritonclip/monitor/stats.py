@@ -6,24 +6,15 @@ which nothing waits.
 
 from __future__ import annotations
 
-import math
-import os
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from threading import RLock
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tritonclip.backends import choose
 from tritonclip.messages import join_names, warn_user
-from tritonclip.modes import (
-    follow_stream,
-    is_captured,
-    is_pre_dispatch,
-    n_dispatch_modes,
-    outside_inference,
-)
+from tritonclip.modes import outside_inference
 from tritonclip.rules.arguments import saved_count
 
 Flag: TypeAlias = "bool | Tensor"
@@ -64,244 +55,122 @@ TAKEN = Verdict()
 # In this order in one tensor, which moves in one copy.
 COUNTS = (
     *("steps", "measured_steps", "clipped_steps", "well_clipped_steps"),
-    *("skipped_steps", "overflowed_steps"),
+    *("skipped_steps", "overflowed_steps", "consecutive_skips"),
 )
 # A coefficient between it and 1 is that of a norm at the limit, as another clip with the same limit
 # leaves it: that adds up to 1e-6 to the norm it divides by, and so does the rule.
 BARELY = 1 - 2e-5
-_IN_A_ROW = "consecutive_skips"
-# Steps that are kept until one launch counts them all. A coefficient on a GPU keeps a block of 512
-# bytes meanwhile; to count it alone would take two launches.
-KEPT = 64
-# An operator lets other threads run, and two that add to the same counts at once lose steps. One
-# for all counts, which are copied and saved; a signal may come while its thread holds it.
-_ADDING = RLock()
-
-
-def _renew_lock() -> None:
-    global _ADDING
-    _ADDING = RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    # The thread that held it is not in the forked process.
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-class _Uncertain(NamedTuple):
-    """A step of which only the device knows whether it was taken; flags and numbers are 0-d."""
-
-    left_out: Tensor
-    overflow: Flag
-    skip: Flag
-    coefficient: Tensor | None
+_SKIPPED, _OVERFLOWED, _IN_A_ROW = range(4, 7)
+# A step whose least coefficient is below the bound of a count adds 1 to it: always to the first
+# two. NaN counts as 1.
+_BOUNDS = (2.0, 2.0, 1.0, BARELY, 0.0, 0.0, 0.0)
 
 
 class StepCounts:
     """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
 
-    Steps are kept with their coefficients on the device, and counted KEPT at a time or when the
-    counts are read. Any thread may read: each step is one entry of a list. So may any CUDA stream,
-    which then waits for the one that counted before.
+    They are numbers where the host decides. Elsewhere they are one tensor on the device: nothing
+    waits for it, and every replay of a captured CUDA graph adds to it.
     """
 
-    # The last CUDA stream that used the tensors. Of the class: counts that were copied or saved
-    # begin without one.
-    _stream: Any = None
-
     def __init__(self, device: torch.device) -> None:
-        # Never an inference tensor, which no later step could add to.
-        zeros = outside_inference(torch.zeros)
-        self._counts = zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self._in_a_row = zeros((), dtype=torch.int64, device=device)
+        self._counts: list[int] | Tensor = [0] * len(COUNTS)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
-        # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device; or a step of
-        # which the device knows whether it was.
-        self._kept: list[Sequence[float] | Tensor | _Uncertain] = []
-        # A step with a coefficient below the first was clipped, below the second well clipped.
-        self._bounds = torch.linspace(1.0, BARELY, 2, device=device)
-        self._follow_stream()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._follow_stream()
-        return {name: value for name, value in vars(self).items() if name != "_stream"}
+        self.move_(device)
 
     @property
     def device(self) -> torch.device:
         """The device of all counts."""
-        return self._counts.device
+        return torch.device("cpu") if isinstance(self._counts, list) else self._counts.device
 
     @property
-    def consecutive_skips(self) -> Tensor:
-        """Steps skipped in a row until now; 0-d int64."""
-        self._follow_stream()
-        return self._in_a_row
+    def known(self) -> Sequence[int] | None:
+        """All counts in the order of COUNTS; None where only the device knows them."""
+        return self._counts if isinstance(self._counts, list) else None
 
     def read(self) -> Tensor:
-        """All counts in the order of COUNTS, int64[6]; later steps change the tensor.
-
-        Raises:
-            RuntimeError: a CUDA graph is captured, whose replays would count steps again.
-        """
-        if is_captured(self.device):
-            raise RuntimeError(
-                "statistics cannot be read while a CUDA graph is captured, because its replays "
-                "would count the same steps again; read them after the capture"
-            )
-        self._count_kept()
-        return self._counts
+        """A copy of all counts in the order of COUNTS, int64[7]."""
+        if isinstance(self._counts, list):
+            return torch.tensor(self._counts, device="cpu")
+        return self._counts.clone()
 
     def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
         """Counts a step, with the coefficients of the rules that measured a norm."""
-        left_out = verdict.left_out
-        # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.
-        captured = self._counts.is_cuda and self._follow_stream()
-        recorded = captured or n_dispatch_modes() or is_pre_dispatch()
-        step: Sequence[float] | Tensor | _Uncertain
-        if isinstance(left_out, Tensor):
-            self._may_have_skipped = True
-            step = self._uncertain(coefficients, left_out, verdict)
-            self._in_a_row.add_(step.skip).mul_(step.left_out)
-            if recorded:
-                self._counts.add_(self._sums_of_uncertain([step]))
-                return
+        counts, (left_out, overflow, _) = self._counts, verdict
+        if not isinstance(counts, list):
+            self._add_on_device(counts, coefficients, verdict)
         elif left_out:
-            with _ADDING:
-                self._follow_stream()
-                self._counts[5 if verdict.overflow else 4].add_(1)
-            if not verdict.overflow:
-                self._in_a_row.add_(1)
-                self._may_have_skipped = True
-            return
+            counts[_OVERFLOWED if overflow else _SKIPPED] += 1
+            counts[_IN_A_ROW] += not overflow
         else:
-            if self._may_have_skipped:
-                self._in_a_row.zero_()
-                self._may_have_skipped = False
-            if recorded:
-                self._counts[: 1 + bool(coefficients)].add_(1)
-                if coefficients:
-                    # NaN is not below.
-                    self._counts[2:4].add_(self._least(coefficients).reshape(1) < self._bounds)
-                return
-            if {float}.issuperset(map(type, coefficients)):
-                step = coefficients  # type: ignore[assignment]  # all float
-            elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
-                step = coefficients[0].to(self._counts.device)
-            else:
-                step = self._least(coefficients)
-        self._kept.append(step)
-        if len(self._kept) >= KEPT:
-            self._count_kept()
-
-    def move_(self, device: torch.device) -> None:
-        """Moves all counts."""
-        self._counts = self.read().to(device)
-        self._in_a_row = self._in_a_row.to(device)
-        self._bounds = self._bounds.to(device)
-        # Of another device it may be.
-        self._stream = None
-        self._follow_stream()
-
-    def load(self, counts: Mapping[str, object]) -> None:
-        """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
-        counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
-        numbers = {name: saved_count(name, counts.get(name, 0)) for name in (*COUNTS, _IN_A_ROW)}
-        own = self.read()
-        self._in_a_row.fill_(numbers.pop(_IN_A_ROW))
-        for count, number in zip(own, numbers.values(), strict=True):
-            count.fill_(number)
-        self._may_have_skipped = True
-
-    def _count_kept(self) -> None:
-        """Counts the kept steps; an error or an interrupt leaves them kept."""
-        with _ADDING:
-            self._follow_stream()
-            steps = self._kept[:]
-            if steps:
-                self._counts.add_(self._sums(steps))
-                del self._kept[: len(steps)]
-
-    def _follow_stream(self) -> bool:
-        """Makes the current stream wait for the last one; whether a CUDA graph is captured."""
-        if not self._counts.is_cuda:
-            return False
-        captured = is_captured(self.device)
-        if not captured:
-            self._stream = follow_stream(self._stream, self._tensors(), self.device)
-        return captured
-
-    def _tensors(self) -> Iterator[Tensor]:
-        """All tensors, those of kept steps too."""
-        yield from (self._counts, self._in_a_row, self._bounds)
-        for step in self._kept[:]:
-            numbers = step if isinstance(step, _Uncertain) else (step,)
-            yield from (number for number in numbers if isinstance(number, Tensor))
-
-    def _sums(self, steps: Sequence[Sequence[float] | Tensor | _Uncertain]) -> Tensor:
-        """The counts of these steps, int64[6]."""
-        counts, coefficients, uncertain = [0] * len(COUNTS), list[Tensor](), list[_Uncertain]()
-        for step in steps:
-            if isinstance(step, _Uncertain):
-                uncertain.append(step)
-                continue
             counts[0] += 1
-            if isinstance(step, Tensor):
-                counts[1] += 1
-                coefficients.append(step)
-            elif step:
+            counts[_IN_A_ROW] = 0
+            if coefficients:
                 # NaN is not below.
                 counts[1] += 1
-                counts[2] += any(number < 1 for number in step)
-                counts[3] += any(number < BARELY for number in step)
-        if not (coefficients or uncertain) and self.device.type == "cpu":
-            return torch.frombuffer(array("q", counts), dtype=torch.int64)
-        # An upload would wait for the device.
-        sums = torch.stack(
-            [torch.full((), n, dtype=torch.int64, device=self.device) for n in counts]
-        )
+                counts[2] += True in [c < 1 for c in coefficients]
+                counts[3] += True in [c < BARELY for c in coefficients]
+
+    def _add_on_device(
+        self, counts: Tensor, coefficients: Sequence[float | Tensor], verdict: Verdict
+    ) -> None:
+        """As `add`, by operators."""
+        left_out, overflow, _ = verdict
+        if left_out is True:
+            counts.add_(self._overflowed if overflow else self._skipped)
+            self._may_have_skipped = True
+            return
+        step = self._unmeasured
         if coefficients:
-            sums[2:4] += (torch.stack(coefficients)[:, None] < self._bounds).sum(0)
-        return sums + self._sums_of_uncertain(uncertain) if uncertain else sums
-
-    def _uncertain(
-        self, coefficients: Sequence[float | Tensor], left_out: Tensor, verdict: Verdict
-    ) -> _Uncertain:
-        """A step of which only the device knows whether it was taken."""
-        overflow, skip = verdict.overflow, verdict.skip
-        if isinstance(overflow, Tensor):
-            overflow = overflow.to(self.device).reshape(())
-        if isinstance(skip, Tensor):
-            skip = skip.to(self.device).reshape(())
-            if overflow is not False:
-                skip = skip & ~overflow
-        least = self._least(coefficients).reshape(()) if coefficients else None
-        return _Uncertain(left_out.to(self.device).reshape(()), overflow, skip, least)
-
-    def _sums_of_uncertain(self, steps: Sequence[_Uncertain]) -> Tensor:
-        """The counts of these steps, int64[6]."""
-        no = torch.zeros((), dtype=torch.bool, device=self.device)
-        one = torch.ones((), device=self.device)
-        taken = ~torch.stack([step.left_out for step in steps])
-        measured = torch.stack([no if step.coefficient is None else ~no for step in steps])
-        least = [one if step.coefficient is None else step.coefficient for step in steps]
-        flags = [
-            torch.stack([flag if isinstance(flag, Tensor) else no for flag in column])
-            for column in ([step.skip for step in steps], [step.overflow for step in steps])
-        ]
-        below = (torch.stack(least)[:, None] < self._bounds).unbind(1)
-        counted = [taken, *(flag & taken for flag in (measured, *below)), *flags]
-        return torch.stack(counted).sum(1)
+            step = self._least(coefficients).reshape(1) < self._bounds
+        if not isinstance(left_out, Tensor):
+            counts.add_(step)
+            if self._may_have_skipped:
+                counts[_IN_A_ROW].zero_()
+                self._may_have_skipped = False
+            return
+        reason = self._overflowed if overflow is left_out else self._skipped
+        if isinstance(overflow, Tensor) and overflow is not left_out:
+            reason = torch.where(overflow.to(counts.device), self._overflowed, reason)
+        left_out = left_out.to(counts.device).reshape(())
+        counts.add_(torch.where(left_out, reason, step))
+        counts[_IN_A_ROW].mul_(left_out)
+        self._may_have_skipped = True
 
     def _least(self, coefficients: Sequence[float | Tensor]) -> Tensor:
-        """The least coefficient that is not NaN, 0-d."""
+        """The least coefficient, 0-d; 1 in place of NaN."""
         numbers = [
             coefficient.to(self.device)
             if isinstance(coefficient, Tensor)
             else torch.full((), coefficient, device=self.device)
             for coefficient in coefficients
         ]
-        return numbers[0] if len(numbers) == 1 else torch.stack(numbers).nan_to_num(nan=1.0).amin()
+        if len(numbers) == 1:
+            return numbers[0].nan_to_num(nan=1.0)
+        return torch.stack(numbers).nan_to_num(nan=1.0).amin()
+
+    @outside_inference
+    def move_(self, device: torch.device) -> None:
+        """Moves all counts."""
+        # Never an inference tensor, which no later step could add to.
+        self._counts = self.read().to(device, copy=True)
+        if choose.host_decides(device):
+            self._counts = self._counts.tolist()
+            return
+        self._may_have_skipped = True
+        self._bounds = torch.tensor(_BOUNDS, dtype=torch.float32, device=device)
+        self._skipped, self._overflowed, self._unmeasured = (
+            torch.tensor([i in counted for i in range(len(COUNTS))], device=device)
+            for counted in ((_SKIPPED, _IN_A_ROW), (_OVERFLOWED,), (0,))
+        )
+
+    def load(self, counts: Mapping[str, object]) -> None:
+        """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
+        counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
+        numbers, device = [saved_count(name, counts.get(name, 0)) for name in COUNTS], self.device
+        self._counts = numbers
+        self.move_(device)
 
 
 class Clipped(NamedTuple):
@@ -324,7 +193,7 @@ Outcomes = dict[int | None, Clipped | None]
 _NOT_SHOWN = ("measured_steps", "well_clipped_steps")
 # Clipped steps, all of them at the limit, that are warned of.
 _SUSPICIOUS = 10
-_LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
+_LAST = ("last_norm", "last_coefficient", "last_limit")
 
 
 class ClipStats:
@@ -359,9 +228,6 @@ class ClipStats:
     # Of the class, so that a loaded state leaves both as they are.
     _was_warned = False
     _follows = False
-    # Steps, as far as the host decides, that were clipped by a norm at the limit; -inf from the
-    # first on whose norm was well above it.
-    _n_at_limit = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._counts = StepCounts(device)
@@ -374,22 +240,22 @@ class ClipStats:
     @property
     def steps(self) -> Tensor:
         """Steps that updated the parameters; 0-d int64."""
-        return self._counts.read()[0].clone()
+        return self._counts.read()[0]
 
     @property
     def measured_steps(self) -> Tensor:
         """Steps at which any rule measured a norm, which ClipByValue does not; 0-d int64."""
-        return self._counts.read()[1].clone()
+        return self._counts.read()[1]
 
     @property
     def clipped_steps(self) -> Tensor:
         """Steps at which the coefficient of any rule was below 1; 0-d int64."""
-        return self._counts.read()[2].clone()
+        return self._counts.read()[2]
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps skipped by nonfinite="skip" or skip_above, not by a GradScaler; 0-d int64."""
-        return self._counts.read()[4].clone()
+        return self._counts.read()[4]
 
     @property
     def overflowed_steps(self) -> Tensor:
@@ -398,12 +264,12 @@ class ClipStats:
         torch's GradScaler does not call `step` for them, and they do not count, unless the wrapped
         optimizer is fused.
         """
-        return self._counts.read()[5].clone()
+        return self._counts.read()[5]
 
     @property
     def consecutive_skips(self) -> Tensor:
         """Steps skipped in a row until now; 0-d int64."""
-        return self._counts.consecutive_skips
+        return self._counts.read()[6]
 
     @property
     def last_coefficient(self) -> Tensor:
@@ -451,7 +317,6 @@ class ClipStats:
                 "meta; expected parameters with values: make the optimizer after model.to_empty(), "
                 "which replaces the parameters"
             )
-        counts = torch.cat([counts, self.consecutive_skips.reshape(1)])
         by_group: dict[str, Tensor] = {}
         for i, norm in self.group_norms.items():
             by_group[f"group{i}_norm"] = norm
@@ -460,13 +325,12 @@ class ClipStats:
         # One transfer for all.
         counts = counts.double()
         row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
-        count_names = (*COUNTS, "consecutive_skips")
-        numbers = {name: int(n) for name, n in zip(count_names, row, strict=False)}
+        numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
         n_measured, n_well_clipped = map(numbers.pop, _NOT_SHOWN)
         self._warn_if_clipped_before(numbers["clipped_steps"], n_well_clipped)
         share = numbers["clipped_steps"] / n_measured if n_measured else torch.nan
         names = ("norm", "coefficient", "limit", *by_group)
-        measured = dict(zip(names, row[len(count_names) :], strict=True))
+        measured = dict(zip(names, row[len(COUNTS) :], strict=True))
         return {**measured, **numbers, "clipped_share": share}
 
     def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
@@ -518,11 +382,9 @@ class ClipStats:
                 self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, verdict)
-        is_known = left_out is False and measured and {float}.issuperset(map(type, measured))
-        if is_known and (least := min(measured)) < 1:
-            self._n_at_limit = self._n_at_limit + 1 if least >= BARELY else -math.inf
-            if self._n_at_limit == _SUSPICIOUS:
-                self._warn_if_clipped_before(_SUSPICIOUS, 0)
+        known = self._counts.known
+        if known is not None and known[2] == _SUSPICIOUS:
+            self._warn_if_clipped_before(known[2], known[3])
 
     def move_(self, device: torch.device) -> None:
         """Moves all tensors, if the model was moved after its optimizer was made."""
@@ -556,7 +418,7 @@ class ClipStats:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all tensors but those of single groups, by name."""
-        counts = dict(zip(COUNTS, self._counts.read().clone(), strict=True))
+        counts = dict(zip(COUNTS, self._counts.read(), strict=True))
         return counts | {name: getattr(self, name).clone() for name in _LAST}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -573,7 +435,7 @@ class ClipStats:
                 "the result of state_dict() of this version of tritonclip, or of an earlier one. "
                 "Nothing was loaded"
             )
-        last = [_saved_number(name, state.get(name, self._nan())) for name in _LAST[:3]]
+        last = [_saved_number(name, state.get(name, self._nan())) for name in _LAST]
         self._counts.load(state)
         self.group_norms.clear()
         self.group_coefficients.clear()
