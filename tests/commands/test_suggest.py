@@ -11,6 +11,7 @@ import torch
 import tritonclip
 from helpers.cases import parameters
 from helpers.workers import python
+from tritonclip.monitor.history import read
 
 
 def test_suggest_prints_candidates_spikes_and_the_recommendation(spiky, run):
@@ -158,6 +159,85 @@ def test_suggest_advises_for_each_of_two_models(path, run):
     assert (
         "got '7' for a run with the lists '1: " in run("suggest", path, "--list", 7, status=1).err
     )
+
+
+class GAN:
+    """Two networks whose optimizers alternate: norms of some 0.01, and of some 200."""
+
+    def __init__(self, *, alike: bool) -> None:
+        torch.manual_seed(0)
+        self.generator = torch.nn.Linear(4, 4)
+        self.critic = torch.nn.Linear(4, 4 if alike else 1)
+        both = (self.generator, self.critic)
+        self.optimizers = {one: torch.optim.SGD(one.parameters(), lr=0.0) for one in both}
+
+    def step(self, chosen: torch.nn.Linear, micro_batches: int = 1) -> None:
+        for one in self.optimizers:
+            one.requires_grad_(one is chosen)
+        size = 200.0 if chosen is self.critic else 0.01
+        self.optimizers[chosen].zero_grad()
+        for _ in range(micro_batches):
+            loss = (size * chosen(torch.randn(8, 4))).square().mean().sqrt()
+            (loss / micro_batches).backward()
+        clip(chosen.parameters(), 1.0)
+        self.optimizers[chosen].step()
+
+    def record(self, path, steps, *, resumed: int | None = None, micro_batches: int = 1) -> None:
+        """A run whose critic takes four of five steps."""
+        recorder = tritonclip.record(path)
+        if resumed is not None:
+            recorder.load_state_dict({"steps": resumed})
+        with recorder, tritonclip.patch_torch(recorder=recorder):
+            for step in steps:
+                self.step(self.critic if step % 5 else self.generator, micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3], ids=["", "accumulation"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_suggest_advises_for_both_networks_of_a_gan(path, run, alike, micro_batches):
+    GAN(alike=alike).record(path, range(400), micro_batches=micro_batches)
+    history = read(path)
+    generator, critic = (
+        "1: 2 tensors, 20 elements",
+        f"2: 2 tensors, {20 if alike else 5} elements",
+    )
+    found = history.series()
+    assert {name: len(one) for name, one in found.items()} == {critic: 320, generator: 80}
+    assert float(found[generator].norms.max()) < 0.1
+    assert float(found[critic].norms.min()) > 10
+    printed = run("suggest", path).out
+    for name, n in ((generator, 80), (critic, 320)):
+        assert f"\nList {name}, {n} calls\nJudged by the norms of {n} steps" in printed
+
+
+@pytest.mark.parametrize("first", [201, 202, 205])
+def test_lists_of_a_resumed_run_go_on(path, first):
+    """Also where another list is clipped first than in the process before."""
+    GAN(alike=False).record(path, range(1, 211))
+    rows = path.read_text().splitlines()
+    GAN(alike=False).record(path, range(first, 401), resumed=first - 1)
+    assert path.read_text().splitlines()[:first] == rows[:first]
+    series = read(path).series()
+    assert {name: len(one) for name, one in series.items()} == {
+        "1: 2 tensors, 5 elements": 320,
+        "2: 2 tensors, 20 elements": 80,
+    }
+    assert float(series["2: 2 tensors, 20 elements"].norms.max()) < 0.1
+
+
+def test_lists_that_change_go_on_in_a_resumed_run(path):
+    for resumed in (0, 60):
+        recorder = tritonclip.record(path)
+        recorder.load_state_dict({"steps": resumed})
+        (fixed,) = parameters([torch.ones(2)])
+        with recorder, tritonclip.patch_torch(recorder=recorder):
+            for step in range(30):
+                clip(parameters([torch.ones(3 + step + resumed)]), 1.0)
+                clip(fixed, 1.0)
+    series = read(path).series()
+    assert len(series["2: 1 tensor, 2 elements"]) == 60
+    assert len([name for name in series if "tensors that change" in name]) == 1
+    assert len({name.partition(":")[0] for name in series}) == len(series)
 
 
 def test_suggest_says_that_one_call_a_parameter_is_clip_by_norm(path, run):

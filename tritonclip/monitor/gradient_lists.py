@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -77,6 +79,21 @@ class GradientLists:
             found.n_calls += 1
         return found
 
+    def resume(self, names: Iterable[str]) -> None:
+        """Goes on with the lists of an earlier process, by their names; their tensors are gone."""
+        found: dict[int, tuple[int, int]] = {}
+        for name in names:
+            if match := re.match(r"(\d+): (?:([\d,]+) tensors?, ([\d,]+) elements|.*)", name):
+                number, *size = (int(text.replace(",", "")) for text in match.groups("0"))
+                found[number] = (size[0], size[1])
+        for number in range(1, min(max(found, default=0), MOST_LISTS) + 1):
+            one = self._new(*found.get(number, (0, 0)))
+            assert one is not None
+            if number in found:
+                one.changes = one.n_tensors == 0
+                one.storage = _weak_storage([torch.empty(1, device="cpu")])
+                self._by_size.setdefault(found[number], []).append(one)
+
     def _of_new(self, members: tuple[int, ...], size: tuple[int, int]) -> GradientList | None:
         alike = self._by_size.setdefault(size, [])
         for one in alike:
@@ -97,7 +114,10 @@ class GradientLists:
 
     def _that_changes(self, end: int | None) -> GradientList | None:
         if end not in self._changing:
-            made = self._new(0, 0)
+            known = [*self._changing.values()]
+            # One of an earlier process comes first.
+            before = (one for one in self._lists if one.changes and one not in known)
+            made = next(before, None) or self._new(0, 0)
             if made is None:
                 return None
             made.changes = True

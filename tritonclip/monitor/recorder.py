@@ -266,6 +266,7 @@ class Recorder:
         refuse_tracer()
         self._check_open()
         values = [_checked_value("norm", norm, least=0.0), None, _checked_value("limit", limit)]
+        self.prepare((), of_list=True)
         found = self._lists.find(tensors)
         if found is None:
             if not self._warned_of_lists:
@@ -276,7 +277,6 @@ class Recorder:
                 )
             return
         name = str(found) if norm_type == 2.0 else f"{found}, order {norm_type:g}"
-        self.prepare((), of_list=True)
         self.append_([*values, None, None], name)
 
     def flush(self, *, wait: bool = True) -> None:
@@ -354,6 +354,8 @@ class Recorder:
             )
         if self.writes:
             self._rows.file.begin(names, of_list=of_list)
+            if of_list:
+                self._lists.resume(self._rows.file.lists())
         self._names, self._has_lists = names, of_list
 
     def _check_open(self) -> None:
@@ -477,6 +479,14 @@ class _HistoryFile:
                     "the rows that are there, or pass another path to record(...)"
                 )
         self._header = header
+
+    def lists(self) -> list[str]:
+        """The names of lists in the rows that are there."""
+        if self.resumed is None or not self.path.exists():
+            return []
+        at = len(COLUMNS)
+        with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+            return list(dict.fromkeys(row[at] for row in csv.reader(file) if len(row) > at))
 
     def append(self, rows: Sequence[Row]) -> None:
         """Writes rows."""
