@@ -15,6 +15,7 @@ from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.shards import dtensor_class
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
+from tritonclip.engine.norms import measure
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -193,7 +194,7 @@ class NamedNorms:
             return torch.zeros(0, dtype=torch.float32, device=gradients.device)
         if plan.verifying:
             gradients.verify_agreement("norms_by_name", norm, scale)
-        measured = gradients.measure(norm, scale)
+        measured = measure(gradients, norm, scale)
         if plan.verifying:
             verify.Reference(gradients).check_norms(measured)
         return measured.norm_here()

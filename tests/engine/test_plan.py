@@ -411,7 +411,7 @@ def only_directly(monkeypatch):
         raise AssertionError("measured before it was written")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Gradients, "measure", refused)
+        patch.setattr(execute, "measure", refused)
         patch.setattr(execute, "write_", refused)
         yield patch
 

@@ -16,11 +16,6 @@ FILES = {
 }
 # What surrounds the core, and can be taken away: `nox -s rooms`.
 ROOMS = ("advice", "backward", "commands", "flat", "functional", "integrations")
-# Files that still import one another, for types alone.
-KNOWN = (
-    {"engine.checks", "engine.gradients", "engine.norms", "engine.units"},
-    {"distributed.gradients", "distributed.norms"},
-)
 
 
 def imports_of(file: Path) -> list[tuple[int, str]]:
@@ -70,10 +65,6 @@ def test_files_import_one_another_in_no_circle():
         paths = [path for _, path in imports_of(file)]
         sources = {path if path in FILES else path.rpartition(".")[0] for path in paths}
         graph[name] = sources - {name, "tritonclip"}
-    for circle in KNOWN:
-        names = {f"tritonclip.{name}" for name in circle}
-        for name in names:
-            graph[name] -= names
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

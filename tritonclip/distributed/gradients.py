@@ -19,7 +19,6 @@ from tritonclip.distributed.norms import (
     CachedIntegers,
     Reduction,
     ShardGroup,
-    measure_shards,
 )
 from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.shards import (
@@ -41,12 +40,10 @@ from tritonclip.engine.arguments import (
     unnamed,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.messages import join_names
-from tritonclip.modes import without_grad
-from tritonclip.rules import BoundRule, Norm, Rule, has_user_limit
+from tritonclip.rules import BoundRule, Norm, Rule
 
 _PLAIN_TENSOR = frozenset({Tensor})
 _get_requires_grad = attrgetter("requires_grad")
@@ -131,13 +128,8 @@ class ShardedGradients(Gradients):
     """
 
     sharding: Sharding
-    # All parameters that are to be clipped, and those of them without a gradient.
-    wanted: Sequence[Tensor]
-    absent: Sequence[Tensor]
     # DTensors around the tensors, whose versions count too.
     wrappers: Sequence[Tensor]
-    # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
-    may_be_part: bool = False
 
     def __init__(
         self,
@@ -225,11 +217,7 @@ class ShardedGradients(Gradients):
             raise error
         self.error = error
 
-    def check(self, rule: Rule) -> None:
-        """As of :class:`Gradients`; a shard may not be all that the rule needs."""
-        super().check(rule)
-        if self.plan is None:
-            return
+    def refuse_shards(self, rule: Rule) -> None:
         if rule.clamps and any(shard.sums_over for shard in self.sharding.shards):
             sums = [i for i in range(len(self.tensors)) if self.shard(i).sums_over]
             raise TypeError(
@@ -272,31 +260,6 @@ class ShardedGradients(Gradients):
     def _is_reduced(self) -> bool:
         """Whether other processes have shards."""
         return self.plan is not None and self.plan.reduction is not None
-
-    def awaits(self, norm: Norm) -> bool:
-        """Whether other processes wait for a norm of this list, also where it was rejected."""
-        # Else they find the same error in their parameters.
-        return self._is_reduced and (self.sharding.one_list or not norm.each)
-
-    @without_grad
-    def measure(
-        self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
-    ) -> Norms:
-        """As of :class:`Gradients`; a rejected list raises when the others have its norm."""
-        if not self._is_reduced:
-            return super().measure(norm, grad_scale)
-        if self.error is None or self.awaits(norm):
-            norms = measure_shards(self, norm, grad_scale)
-            if self.error is None:
-                return norms
-            if names_culprits:
-                # The others ask for names where a norm is NaN.
-                gather_objects([], self.sharding.domain)
-        raise self.error
-
-    def ask_limit(self, rule: Rule, measured: Norms) -> None:
-        if self._is_reduced and has_user_limit(rule):
-            agreement.ask_limits([(rule, measured)])
 
     def twin(self, copies: list[Tensor]) -> Gradients:
         twin = super().twin(copies)

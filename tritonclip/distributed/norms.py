@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +30,15 @@ from torch import distributed as dist
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Batch
 from tritonclip.backends.operators import MOST_IN_FLOAT64, as_tensor, unscaled
-from tritonclip.distributed.agreement import agree
-from tritonclip.distributed.process_groups import ERRORS, all_reduce
+from tritonclip.distributed.agreement import agree, ask_limits
+from tritonclip.distributed.process_groups import ERRORS, all_reduce, gather_objects
 from tritonclip.distributed.shards import LocalShard, Sharding, shard_of
 from tritonclip.engine.arguments import needs_clip
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, moduli_of
 from tritonclip.engine.units import batches_of, weight_of
-from tritonclip.modes import outside_inference, refuse_tracer
-from tritonclip.rules import Norm
-
-if TYPE_CHECKING:
-    from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.modes import outside_inference, refuse_tracer, without_grad
+from tritonclip.rules import Norm, Rule, has_user_limit
 
 # Flags of maxima.
 _NAN, _REJECTED = 1.0, 2.0
@@ -82,6 +80,39 @@ class Reduction:
     positions: CachedIntegers
     flags: CachedIntegers
 
+    @without_grad
+    def measure(
+        self,
+        gradients: Gradients,
+        norm: Norm,
+        grad_scale: float | Tensor,
+        *,
+        names_culprits: bool = False,
+    ) -> ReducedNorms:
+        """Measures all of a list; of a rejected one, raises when the others have its norm."""
+        norms = self.take_part(gradients, norm, grad_scale)
+        if gradients.error is None:
+            assert norms is not None
+            return norms
+        if norms is not None and names_culprits:
+            # The others ask for names where a norm is NaN.
+            gather_objects([], self.sharding.domain)
+        raise gradients.error
+
+    def take_part(
+        self, gradients: Gradients, norm: Norm, grad_scale: float | Tensor
+    ) -> ReducedNorms | None:
+        """As `measure`, without the error; None of a rejected list that no process waits for."""
+        # Of norms by tensor without DTensors, the others find the same error in their parameters.
+        if gradients.error is None or self.sharding.one_list or not norm.each:
+            return measure_shards(gradients, norm, grad_scale)
+        return None
+
+    def ask_limit(self, rule: Rule, norms: Norms) -> None:
+        """Asks for a limit that may raise on one process alone."""
+        if has_user_limit(rule):
+            ask_limits([(rule, norms)])
+
 
 # Norms of some gradients, partial ones or one for each, and the group of these gradients.
 MeasuredShards = tuple[Tensor, ShardGroup]
@@ -115,7 +146,7 @@ class ReducedNorms(Norms):
 
     def whole(self) -> Sequence[Tensor]:
         """The parameters that are to be clipped, or the tensors; DTensors have the whole shape."""
-        return self.gradients.wanted  # type: ignore[attr-defined,no-any-return]  # of shards
+        return self.gradients.wanted
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """The positions of parameters to be clipped among all, and the number of all."""
@@ -126,9 +157,7 @@ class ReducedNorms(Norms):
         return None if len(wanted) == len(sources) else wanted, len(sources)
 
 
-def measure_shards(
-    gradients: ShardedGradients, norm: Norm, grad_scale: float | Tensor
-) -> ReducedNorms:
+def measure_shards(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> ReducedNorms:
     """Measures shards and reduces their norms; the caller raises the error of a rejected list."""
     norm_type, each, by_unit = norm
     if by_unit:
@@ -164,7 +193,7 @@ def measure_shards(
     return ReducedNorms(batches, partials, norm_type, each, grad_scale, gradients, plan, reduced)
 
 
-def _measure_units(gradients: ShardedGradients, grad_scale: float | Tensor) -> ReducedNorms:
+def _measure_units(gradients: Gradients, grad_scale: float | Tensor) -> ReducedNorms:
     """As `measure_shards`, by unit: one all-reduce serves norms of gradients and of weights."""
     try:
         batches = batches_of(gradients)
@@ -192,9 +221,7 @@ def _measure_units(gradients: ShardedGradients, grad_scale: float | Tensor) -> R
     return ReducedNorms(as_batches, partials, 2.0, True, grad_scale, gradients, plan, reduced[:n])
 
 
-def _absent_weights(
-    gradients: ShardedGradients, n: int, device: torch.device
-) -> list[MeasuredShards]:
+def _absent_weights(gradients: Gradients, n: int, device: torch.device) -> list[MeasuredShards]:
     """Weights that are one unit with those of other processes, and have no gradient here."""
     sharding, measured = gradients.sharding, []
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
@@ -231,7 +258,7 @@ class NormReduction:
 
     def __init__(
         self,
-        gradients: ShardedGradients,
+        gradients: Gradients,
         norm_type: float,
         n_each: int | None,
         terms: Sequence[PartialSum] | None = None,

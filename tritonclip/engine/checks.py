@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tritonclip.engine.arguments import refuse_fsdp_shards
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms
 from tritonclip.messages import warn_user
 from tritonclip.rules import Rule
-
-if TYPE_CHECKING:
-    from tritonclip.engine.gradients import Gradients
-    from tritonclip.engine.norms import Norms
 
 
 def check(gradients: Gradients, rule: Rule) -> None:
@@ -26,6 +23,7 @@ def check(gradients: Gradients, rule: Rule) -> None:
     if plan is None:
         return
     refuse_read_only(gradients)
+    gradients.refuse_shards(rule)
     if not rule.clamps:
         return
     if plan.pairs:

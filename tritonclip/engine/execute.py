@@ -21,13 +21,14 @@ from tritonclip.engine import units, verify
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
+    check,
     raise_if_nonfinite,
     raise_if_unlimited,
     refuse_read_only,
     warn_if_no_parameters,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms
+from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan import Group
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
@@ -65,7 +66,7 @@ def clip_(
     """
     plan, spec = gradients.plan, None
     if plan is None:
-        gradients.check(rule)
+        check(gradients, rule)
         is_empty = gradients.sources is not None and not gradients.sources
         if is_empty and isinstance(gradients.argument, GeneratorType):
             # As torch says, which asks no other iterator.
@@ -85,7 +86,8 @@ def clip_(
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
-        norms = gradients.measure(
+        norms = measure(
+            gradients,
             spec or rule.norm,
             # A loss scale that is NaN shows, though.
             grad_scale / grad_scale if rule.clamps else grad_scale,
@@ -93,8 +95,9 @@ def clip_(
         )
         if nonfinite == "error":
             raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
-        if not plan.ordinary:
-            gradients.ask_limit(rule, norms)
+        if plan.reduction is not None:
+            # It may raise on one process alone.
+            plan.reduction.ask_limit(rule, norms)
         if nonfinite == "error" and (rule.per_unit or has_user_limit(rule)):
             limit_of(rule, norms)
             raise_if_unlimited(rule, norms, remedy)
@@ -114,7 +117,7 @@ def _check(gradients: Gradients, rule: Rule) -> Norm:
     spec = Norm(order if type(order) is float else 2.0, rule.per_gradient)
     try:
         spec = rule.norm
-        gradients.check(rule)
+        check(gradients, rule)
     except Exception as error:
         gradients.reject_(error)
     return spec
@@ -251,7 +254,7 @@ def total_norm(
     if verifying:
         policy = "error" if error_if_nonfinite else "propagate"
         gradients.verify_agreement("get_total_norm", spec, nonfinite=policy)
-    norms = gradients.measure(spec, names_culprits=error_if_nonfinite)
+    norms = measure(gradients, spec, names_culprits=error_if_nonfinite)
     norm = norms.norm()
     if error_if_nonfinite:
         raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)

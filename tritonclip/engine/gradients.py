@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.engine import checks, norms
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
     LabelOf,
@@ -49,6 +48,8 @@ class Gradients:
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
         sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
+        wanted: of a list over processes, all parameters that are to be clipped.
+        absent: of these, the ones without a gradient here.
         error: that of a rejected list, which its processes raise together; None for others.
 
     Raises:
@@ -63,6 +64,10 @@ class Gradients:
     distinct: list[int] | None = None
     copies: Mapping[int, Tensor] = MappingProxyType({})
     sharding: Any = None
+    wanted: Sequence[Tensor] = ()
+    absent: Sequence[Tensor] = ()
+    # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
+    may_be_part: bool = False
     error: Exception | None = None
 
     def __init__(
@@ -174,9 +179,8 @@ class Gradients:
         """Raises an error about the list; later, where other processes wait for its norms."""
         raise error
 
-    def check(self, rule: Rule) -> None:
-        """Refuses gradients that cannot be written, or that a rule has no meaning for."""
-        checks.check(self, rule)
+    def refuse_shards(self, rule: Rule) -> None:
+        """Refuses a rule that would need more of a gradient than its shard."""
 
     def verify_agreement(
         self,
@@ -187,20 +191,6 @@ class Gradients:
         total_norm: Tensor | None = None,
     ) -> None:
         """Under `verify()`, raises on all processes of the list where they make another call."""
-
-    def measure(
-        self, norm: Norm, grad_scale: float | Tensor = 1.0, *, names_culprits: bool = False
-    ) -> norms.Norms:
-        """Measures a list that is not empty; of a rejected one, raises when others know.
-
-        `names_culprits`: names of gradients will be asked for where a norm is NaN.
-        """
-        if norm.by_unit:
-            return norms.measure_by_unit(self, grad_scale)
-        return norms.measure(self, norm.order, norm.each, grad_scale)
-
-    def ask_limit(self, rule: Rule, measured: norms.Norms) -> None:
-        """Asks for a limit that may raise on one process alone."""
 
     @property
     def n_parameters(self) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from tritonclip.backends.operators import (
 )
 from tritonclip.backends.units import TorchUnits
 from tritonclip.engine import units
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan import Plan
 from tritonclip.modes import refuse_tracer, without_grad
+from tritonclip.rules import Norm
 from tritonclip.rules.state import upload
-
-if TYPE_CHECKING:
-    from tritonclip.engine.gradients import Gradients
-    from tritonclip.engine.plan import Plan
 
 
 @dataclass(slots=True)
@@ -150,11 +149,26 @@ class Norms:
 
 
 def measure(
-    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor = 1.0
+    gradients: Gradients,
+    norm: Norm,
+    grad_scale: float | Tensor = 1.0,
+    *,
+    names_culprits: bool = False,
 ) -> Norms:
-    """Measures the groups of a list that is not empty: one launch each on a GPU."""
+    """Measures a list that is not empty: by one launch for each group on a GPU.
+
+    Of a list over processes, the norms of all of it; of a rejected one, raises when others know.
+    `names_culprits`: names of gradients will be asked for where a norm is NaN.
+    """
     plan = gradients.plan
     assert plan is not None
+    norm_type, per_gradient, by_unit = norm
+    if plan.reduction is not None:
+        return plan.reduction.measure(  # type: ignore[no-any-return]
+            gradients, norm, grad_scale, names_culprits=names_culprits
+        )
+    if by_unit:
+        return _measure_by_unit(gradients, grad_scale)
     if per_gradient:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
@@ -166,8 +180,8 @@ def measure(
 
 
 @without_grad
-def measure_by_unit(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
-    """Measures a list that is not empty by unit, with its weights."""
+def _measure_by_unit(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
+    """Measures a list by unit, with its weights."""
     plan = gradients.plan
     assert plan is not None
     # These batches have the verbs for norms by gradient, and no others.

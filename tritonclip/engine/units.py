@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.units import TorchUnitLayout, TorchUnits
 from tritonclip.engine.arguments import PLAIN
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.plan_cache import guards_of
 from tritonclip.modes import without_grad
-
-if TYPE_CHECKING:
-    from tritonclip.engine.gradients import Gradients
 
 # Most that a gradient adds to its plan: four numbers, the guard of its weights, and for Triton both
 # addresses in each of eight tables.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms
+from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan import WIDE
 from tritonclip.engine.units import norms_by_unit
 from tritonclip.rules import Norm, Rule, has_user_limit
@@ -76,7 +76,7 @@ class Reference:
         with use_backend("torch"):
             twin, norms = self._twin(), None
             if measured is not None:
-                norms = twin.measure(rule.norm, measured.grad_scale)
+                norms = measure(twin, rule.norm, measured.grad_scale)
                 if has_user_limit(rule):
                     # The user's code is asked once.
                     norms.limit = measured.limit
@@ -110,7 +110,7 @@ class Reference:
         """Compares a measured norm, or the norms of all gradients here."""
         norm = Norm(measured.norm_type, measured.per_gradient)
         with use_backend("torch"):
-            expected = self._twin().measure(norm, measured.grad_scale)
+            expected = measure(self._twin(), norm, measured.grad_scale)
         self._compare_norms(expected.norm_here(), measured.norm_here())
 
     def _twin(self) -> Gradients:

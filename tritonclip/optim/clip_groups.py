@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
-from tritonclip.distributed.gradients import ShardedGradients, collect, collect_all
-from tritonclip.distributed.norms import measure_shards
+from tritonclip.distributed.gradients import collect, collect_all
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms
+from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import (
@@ -268,11 +267,13 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
     for group, norm, of_rule in requests:
         # By value, an element counts as it came, and a loss scale only where it is NaN.
         scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
-        gradients = group.gradients
-        if not isinstance(gradients, ShardedGradients) or not group.is_spread:
-            group.keep(norm, gradients.measure(norm, scale), of_rule=of_rule)
-        elif gradients.error is None or gradients.awaits(norm):
-            group.keep(norm, measure_shards(gradients, norm, scale), of_rule=of_rule)
+        plan = group.gradients.plan
+        assert plan is not None
+        # The step raises errors of processes, also one that a measurement finds.
+        take_part = measure if plan.reduction is None else plan.reduction.take_part
+        norms = take_part(group.gradients, norm, scale)
+        if norms is not None:
+            group.keep(norm, norms, of_rule=of_rule)
 
 
 def global_norm_of(

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, NoReturn
 from torch import Tensor
 
 from tritonclip.engine.checks import (
+    check,
     raise_if_any_nonfinite,
     raise_if_nonfinite,
     raise_if_unlimited,
@@ -66,7 +67,7 @@ def refuse(groups: Sequence[ClipGroup]) -> None:
     for group in groups:
         plan = group.gradients.plan
         if plan is not None and not plan.ordinary:
-            group.gradients.check(group.rule)
+            check(group.gradients, group.rule)
     if len(groups) > 1:
         _refuse_shared([group.gradients for group in groups])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from tritonclip.optim.refusals import (
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.rules import Outlier, Rule, has_user_limit
+from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
 
@@ -113,18 +113,17 @@ class Step:
         if record is not None:
             record.check(groups)
         if check_finite or self.policy.zeroes or not rule.clamps:
-            # Raises where a rule of the user set them to anything else, at any time.
-            if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
-                _ = rule.norm
-            scale = self.grad_scale
+            # The norm of most rules, at one call less.
+            is_two_norm = type(rule) is ClipByGlobalNorm and rule.norm_type == 2.0
+            norm, scale = TWO_NORM if is_two_norm else rule.norm, self.grad_scale
             if rule.clamps:
                 # An element counts as it came, and a loss scale only where it is NaN.
                 scale = scale / scale
-            group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+            group.norms = measure(group.gradients, norm, scale)
             if rule.known_limit is None and (check_finite or self.is_scaled):
                 self._limited = groups if has_user_limit(rule) else ()
             if group.is_recorded:
-                group.keep(rule.norm, group.norms, of_rule=True)
+                group.keep(norm, group.norms, of_rule=True)
         if record is not None:
             if group.is_recorded:
                 measure_requests(recorded_requests(group), self.grad_scale)
