@@ -38,6 +38,15 @@ def test_suggest_says_where_no_step_stands_out(path, run):
     assert printed.endswith("max_norm: none\n")
 
 
+def test_suggest_reads_a_column_that_is_named(spiky, run):
+    table = spiky.with_name("theirs.csv")
+    table.write_text(spiky.read_text().replace(",norm,", ",gnorm,", 1))
+    assert "; --column" not in run("suggest", table, "--column", "gnorm").err
+    assert run("suggest", table, "--column", "gnorm").out.endswith(
+        run("suggest", spiky).out.splitlines()[-1] + "\n"
+    )
+
+
 def test_suggest_says_where_something_else_clipped(path, run):
     path.write_text("norm\n" + "".join(f"{min(1, 0.5 + i % 7 / 10)}\n" for i in range(99)))
     printed = run("suggest", path).out

@@ -46,6 +46,62 @@ def test_read_takes_files_from_elsewhere(write, name, text):
     assert history.named_norms == {}
 
 
+_LOGGED = """{"global_step": 20, "log_history": [
+    {"step": 10, "loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-4},
+    {"step": 15, "eval_loss": 2.0},
+    {"step": 20, "loss": 2.5, "grad_norm": 2.0, "learning_rate": 1e-4},
+    {"step": 20, "train_runtime": 9.0, "train_loss": 2.7}
+]}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "epoch,step,train_loss,grad_norm\n0,10,3.0,1.5\n0,20,2.5,2.0\n"),
+        (
+            "a.csv",
+            '"Step","one - train/grad_norm","one - train/grad_norm__MIN","one - train/loss",'
+            '"one - eval/loss"\n"10","1.5","1.5","3.0",""\n"15","","","","2"\n'
+            '"20","2.0","2.0","2.5",""\n',
+        ),
+        ("a.csv", "_step,train/global_step,train/grad_norm,train/loss\n0,10,1.5,3\n1,20,2,2.5\n"),
+        ("trainer_state.json", _LOGGED),
+    ],
+    ids=["columns", "wandb-chart", "wandb-run", "huggingface"],
+)
+def test_read_takes_norms_and_losses_that_others_log(write, name, text):
+    history = read(write(name, text))
+    assert history.steps.tolist() == [10, 20]
+    assert history.norms.tolist() == [1.5, 2.0]
+    assert history.losses.tolist() == [3.0, 2.5]
+
+
+def test_read_takes_a_scalar_of_tensorboard(write):
+    history = read(write("a.csv", "Wall time,Step,Value\n1.7e9,10,1.5\n1.7e9,20,NaN\n"))
+    assert history.steps.tolist() == [10, 20]
+    assert history.norms[0] == 1.5
+    assert history.norms[1].isnan()
+
+
+def test_read_takes_a_column_that_is_named(write):
+    path = write("a.csv", "step,norm,gnorm\n1,9,1.5\n2,9,2\n")
+    assert read(path, "gnorm").norms.tolist() == [1.5, 2.0]
+    with pytest.raises(ValueError, match="expected a column 'g', got columns 'step', 'norm', 'gn"):
+        read(path, "g")
+
+
+def test_read_takes_no_norm_of_two_by_chance(write):
+    path = write("a.csv", "a - train/grad_norm,b - train/grad_norm\n1,2\n")
+    with pytest.raises(ValueError, match="expected one column of norms, or --column, got columns"):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"step": 1}', '{"log_history": [1]}', "no json"])
+def test_read_refuses_other_json(write, text):
+    with pytest.raises(ValueError, match=r"a\.json is not a history file: "):
+        read(write("a.json", text))
+
+
 @pytest.mark.parametrize(
     ("text", "norm"),
     [

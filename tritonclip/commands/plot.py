@@ -26,7 +26,7 @@ def main(chosen: argparse.Namespace) -> int:
     from tritonclip.advice.suggestion import one_of, suggest_max_norm, to_judge
     from tritonclip.monitor.history import read
 
-    history = read(chosen.file)
+    history = read(chosen.file, chosen.column)
     series = history.series()
     if chosen.list is not None:
         _, history = one_of(history, chosen.list)

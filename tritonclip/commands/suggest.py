@@ -22,7 +22,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         metavar="FILE",
-        help="written by tritonclip.record or by python -m tritonclip run --record",
+        help="written by tritonclip.record or by python -m tritonclip run --record; or another "
+        "CSV file with a column grad_norm, as of W&B or TensorBoard, or a trainer_state.json",
+    )
+    command.add_argument(
+        "--column",
+        metavar="NAME",
+        help="the column of norms in a file that another program wrote",
     )
     command.add_argument(
         "--warmup",
@@ -42,7 +48,7 @@ def main(chosen: argparse.Namespace) -> int:
     from tritonclip.advice.suggestion import one_of, only_logged, suggest_max_norm, to_judge
     from tritonclip.monitor.history import read
 
-    history = read(chosen.file)
+    history = read(chosen.file, chosen.column)
     wanted = chosen.list
     series = history.series() if wanted is None else dict([one_of(history, wanted)])
     if len(series) == 1:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,21 @@ LIST = "list"
 _MOST_LIMITS, _LEAST_TURNS = 4, 5
 # Begins the columns of named norms, so that no name collides with those above.
 PREFIX = "norm/"
-_WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
+_WRITTEN_BY = (
+    "record(...) writes history files, and other files need a column 'norm' or 'grad_norm', or one "
+    "that --column names"
+)
+# The usual names elsewhere, without what stands before them: train/grad_norm, RUN - train/loss.
+_THEIR_NAMES = {
+    "norm": ["grad_norm"],
+    "step": ["step", "global_step"],
+    "loss": ["loss", "train_loss"],
+}
+_NOT_OF_TRAINING = {"eval", "val", "valid", "validation", "test"}
+# A scalar that TensorBoard exports.
+_TENSORBOARD = ["Wall time", "Step", "Value"]
+# A line of a file and its cells, by the names of the file's columns.
+_Row = tuple[str, Mapping[str, str]]
 
 
 @dataclass
@@ -136,7 +151,7 @@ def check_path(path: Path) -> None:
         )
 
 
-def read(path: str | os.PathLike[str]) -> History:
+def read(path: str | os.PathLike[str], column: str | None = None) -> History:
     """Reads a history file, written by a recorder or another program.
 
     Args:
@@ -145,6 +160,10 @@ def read(path: str | os.PathLike[str]) -> History:
             A column `list` says which list of parameters a row is of. Other columns are not
             read. A loss that is no number is unknown. Rows without a norm
             are left out, and so is a last line without a line break, which a crash may have cut.
+            Without a column `norm`, one whose name ends in `grad_norm` is read, with those that
+            end in `step` and `loss`, as in exports of W&B; or the values of a scalar that
+            TensorBoard exported. Or a .json file: the `trainer_state.json` of Hugging Face.
+        column: the name of the column of norms, where it is another one.
 
     Returns:
         The steps in order.
@@ -154,7 +173,9 @@ def read(path: str | os.PathLike[str]) -> History:
         ValueError: not the history of one run.
     """
     path = Path(path)
-    check_path(path)
+    is_json = path.suffix.lower() == ".json"
+    if not is_json:
+        check_path(path)
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: expected a history file, got none; a recorder writes it at its first "
@@ -162,7 +183,11 @@ def read(path: str | os.PathLike[str]) -> History:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return _history_in(text[: text.rfind("\n") + 1])
+        if is_json:
+            names, rows = _logged_in(text)
+        else:
+            names, rows = _table_in(text[: text.rfind("\n") + 1])
+        return _history_of(names, rows, column)
     except UnicodeDecodeError:
         error = "expected text in UTF-8, got other bytes"
     except ValueError as found:
@@ -170,39 +195,63 @@ def read(path: str | os.PathLike[str]) -> History:
     raise ValueError(f"{path} is not a history file: {error}; {_WRITTEN_BY}") from None
 
 
-def _history_in(text: str) -> History:
-    """The rows of a text; ValueError, with the number of the line, for any other text."""
+def _table_in(text: str) -> tuple[list[str], Iterator[_Row]]:
+    """The names of the columns of a CSV table, and its rows."""
     lines = csv.reader(io.StringIO(text))
+    known = {*COLUMNS, LIST}
+
+    def rows() -> Iterator[_Row]:
+        try:
+            for cells in lines:
+                if cells and len(cells) != len(names):
+                    raise ValueError(
+                        f"line {lines.line_num}: expected {len(names)} cells, as the first line "
+                        f"has, got {len(cells)}"
+                    )
+                if cells:
+                    yield f"line {lines.line_num}", dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            expected = f"line {lines.line_num}: expected comma-separated values"
+            raise ValueError(f"{expected}: {error}") from None
+
     try:
-        # A name may end in a space.
-        known = {*COLUMNS, LIST}
-        names = [n.strip() if n.strip() in known else n.lstrip() for n in next(lines, [])]
-        if names and "norm" not in names:
-            found = ", ".join(f"{name!r:.40}" for name in names[:8])
-            raise ValueError(f"line 1: expected a column 'norm', got columns {found}")
-        wanted = {name for name in names if name in known or name.startswith(PREFIX)}
-        columns = {name: array("d") for name in wanted}
-        lists: dict[str, int] = {}
-        for cells in lines:
-            if not cells:
-                continue
-            if len(cells) != len(names):
-                raise ValueError(
-                    f"line {lines.line_num}: expected {len(names)} cells, as the first line has, "
-                    f"got {len(cells)}"
-                )
-            row = {name: cell for name, cell in zip(names, cells, strict=True) if name in wanted}
-            if row["norm"]:
-                for name, cell in row.items():
-                    if name == LIST:
-                        number = float(lists.setdefault(cell, len(lists)))
-                    else:
-                        number = _number(lines.line_num, name, cell)
-                    columns[name].append(number)
-                _check_last(lines.line_num, columns)
+        header = next(lines, [])
     except csv.Error as error:
-        expected = f"line {lines.line_num}: expected comma-separated values"
-        raise ValueError(f"{expected}: {error}") from None
+        raise ValueError(f"line 1: expected comma-separated values: {error}") from None
+    # A name may end in a space.
+    names = [n.strip() if n.strip() in known else n.lstrip() for n in header]
+    return names, rows()
+
+
+def _logged_in(text: str) -> tuple[list[str], Iterator[_Row]]:
+    """The same of the state that a trainer of Hugging Face saves."""
+    state = json.loads(text)
+    logged = state.get("log_history") if isinstance(state, dict) else None
+    if not (isinstance(logged, list) and all(isinstance(entry, dict) for entry in logged)):
+        raise ValueError("expected 'log_history', a list of dicts, as in a trainer_state.json")
+    # A norm that is None is unknown.
+    rows = (
+        (f"entry {i}", {k: "" if v is None else str(v) for k, v in entry.items()})
+        for i, entry in enumerate(logged)
+    )
+    return list(dict.fromkeys(name for entry in logged for name in entry)), rows
+
+
+def _history_of(names: Sequence[str], rows: Iterator[_Row], column: str | None) -> History:
+    """The history in a table; ValueError, with the number of the line, for any other table."""
+    theirs = _columns_in(names, column)
+    columns = {name: array("d") for name in theirs}
+    lists: dict[str, int] = {}
+    for line, cells in rows:
+        if cells.get(theirs["norm"]):
+            for name, given in theirs.items():
+                cell = cells.get(given, "")
+                if name == LIST:
+                    number = float(lists.setdefault(cell, len(lists)))
+                else:
+                    number = _number(line, name, cell)
+                columns[name].append(number)
+            _check_last(line, columns)
     if not columns or not columns["norm"]:
         raise ValueError(
             "expected at least one row with a norm, got none; a recorder writes after every "
@@ -210,31 +259,58 @@ def _history_in(text: str) -> History:
         )
     return History(
         {
-            name: torch.tensor(column, dtype=torch.float64, device="cpu")
-            for name, column in columns.items()
+            name: torch.tensor(values, dtype=torch.float64, device="cpu")
+            for name, values in columns.items()
         },
         tuple(printable(name) or "no list" for name in lists) if any(lists) else (),
     )
 
 
-def _check_last(line: int, columns: dict[str, array[float]]) -> None:
+def _columns_in(names: Sequence[str], column: str | None) -> dict[str, str]:
+    """The columns that are read, by our names: theirs."""
+    if ("norm" in names and column is None) or not names:
+        known = {*COLUMNS, LIST}
+        return {name: name for name in names if name in known or name.startswith(PREFIX)}
+    by_last: dict[str, list[str]] = {}
+    for name in names:
+        *before, last = name.strip().lower().replace(" - ", "/").split("/")
+        if _NOT_OF_TRAINING.isdisjoint(before):
+            by_last.setdefault(last, []).append(name)
+    found = {
+        ours: next((by_last[last] for last in theirs if last in by_last), [])
+        for ours, theirs in _THEIR_NAMES.items()
+    }
+    if column is not None:
+        found["norm"] = [name for name in names if name.strip() == column.strip()]
+    elif list(names) == _TENSORBOARD:
+        found["norm"] = ["Value"]
+    norms = found["norm"]
+    if len(norms) != 1:
+        shown = ", ".join(f"{name!r:.40}" for name in norms[:8] or names[:8])
+        wanted = "one column of norms, or --column" if norms else f"a column {column or 'norm'!r}"
+        raise ValueError(f"line 1: expected {wanted}, got columns {shown}")
+    # Steps and losses may be unknown, and are where several columns may be theirs.
+    return {ours: given[0] for ours, given in found.items() if len(given) == 1}
+
+
+def _check_last(line: str, columns: dict[str, array[float]]) -> None:
     """Refuses a negative norm, and steps that do not rise."""
     norm = columns["norm"][-1]
     if norm < 0:
-        raise ValueError(f"line {line}: expected norm 0 or more, got {norm}")
+        raise ValueError(f"{line}: expected norm 0 or more, got {norm}")
     if "step" not in columns:
         return
     *_, before, step = (-torch.inf, *columns["step"][-2:])
     if not step.is_integer() or abs(step) > 2**53:
-        raise ValueError(f"line {line}: expected step to be a whole number, got {step}")
+        raise ValueError(f"{line}: expected step to be a whole number, got {step}")
     if step <= before:
         raise ValueError(
-            f"line {line}: expected a step over {before:.0f}, got {step:.0f}: a file has the steps "
+            f"{line}: expected a step over {before:.0f}, got {step:.0f}: a file has the steps "
             "of one run"
         )
 
 
-def _number(line: int, name: str, cell: str) -> float:
+def _number(line: str, name: str, cell: str) -> float:
     if not cell:
         return torch.nan
     if cell.strip().lower() in ("true", "false"):
@@ -246,5 +322,5 @@ def _number(line: int, name: str, cell: str) -> float:
             # A usual name, by which another program may mean something else.
             return torch.nan
         raise ValueError(
-            f"line {line}: expected {printable(name):.40} to be a number, got {cell!r:.40}"
+            f"{line}: expected {printable(name):.40} to be a number, got {cell!r:.40}"
         ) from None
