@@ -174,6 +174,72 @@ def test_a_second_block_patches_again():
         assert_torchs_own()
 
 
+def test_blocks_of_one_patch_may_be_nested():
+    """Also where the inner one ends with an error."""
+    patch = tritonclip.patch_torch()
+    with patch:
+        with contextlib.suppress(KeyError), patch, patch:
+            raise KeyError
+        assert is_patched()
+    assert_torchs_own()
+    with patch:
+        patch.remove()
+        assert_torchs_own()
+        with patch:
+            assert is_patched()
+    assert_torchs_own()
+
+
+def test_code_that_was_kept_while_patched_is_torchs_again():
+    with tritonclip.patch_torch():
+        kept = types.FunctionType(CLIP.__code__, CLIP.__globals__, closure=CLIP.__closure__)
+        assert clip_by(lambda params: kept(params, 1.0))
+    assert not clip_by(lambda params: kept(params, 1.0))
+
+
+def test_a_call_during_which_the_patch_ends_is_served():
+    def removing(params):
+        tritonclip.patch_torch().remove()
+        yield from params
+
+    with tritonclip.patch_torch():
+        params = parameters([torch.tensor([3.0, 4.0])])
+        assert torch.nn.utils.clip_grad_norm_(removing(params), 1.0) == 5.0
+        assert_torchs_own()
+
+
+def test_arguments_that_torch_does_not_have_are_refused_as_by_torch():
+    for context in (contextlib.nullcontext, tritonclip.patch_torch):
+        with (
+            context(),
+            pytest.raises(TypeError, match="unexpected keyword argument 'process_group'"),
+        ):
+            torch.nn.utils.clip_grad_norm_([], 1.0, process_group=None)  # type: ignore[call-arg]
+
+
+def test_functions_that_were_replaced_are_named():
+    """By another library, or a reload of the module, after tritonclip was imported."""
+    code = """
+import importlib, torch, tritonclip, warnings
+from unittest import mock
+def said():
+    with warnings.catch_warnings(record=True) as caught:
+        tritonclip.patch_torch().remove()
+    return [str(one.message) for one in caught]
+print(said())
+with mock.patch("torch.nn.utils.clip_grad_norm_"):
+    print(said())
+importlib.reload(torch.nn.utils.clip_grad)
+print(said())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    nothing, mocked, reloaded = done.stdout.replace("\\'", "'").splitlines()
+    assert nothing == "[]"
+    assert "other functions than torch's for ['clip_grad_norm_']" in mocked
+    assert "other functions than torch's for ['clip_grad_norm_', 'clip_grad_value_'" in reloaded
+
+
 def test_an_error_while_patching_leaves_torch_as_it_was(monkeypatch):
     exchange = patching._exchange
 

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import utils
 
 from tritonclip import torch_compat
 from tritonclip.messages import warn_user
@@ -94,7 +95,9 @@ class TorchPatch:
         self.recorder, self.observer = as_recorder(recorder), observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
-        self.__enter__()
+        # Blocks that have begun and not ended.
+        self._n_blocks = 0
+        self._add()
 
     def remove(self) -> None:
         """Gives torch's functions their code back, whoever patched them; again, does nothing."""
@@ -102,13 +105,20 @@ class TorchPatch:
 
     def __enter__(self) -> TorchPatch:
         with _lock:
-            if self not in _patches:
-                _activate((*_patches, self))
+            self._add()
+            self._n_blocks += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            _activate(tuple(patch for patch in _patches if patch is not self))
+            self._n_blocks -= 1
+            if not self._n_blocks:
+                _activate(tuple(patch for patch in _patches if patch is not self))
+
+    def _add(self) -> None:
+        with _lock:
+            if self not in _patches:
+                _activate((*_patches, self))
 
     def record_(self, arguments: Mapping[str, Any], result: Any) -> None:
         """Adds a call to the recorder, which is dropped where it cannot take it."""
@@ -156,11 +166,17 @@ def _activate(patches: tuple[TorchPatch, ...]) -> None:
             _patches = before
             _exchange(active=bool(before))
             raise
-        missing = [name for name in NAMES if name not in torchs]
-    if missing and len(patches) > len(before):
+    replaced = [
+        name
+        for name in NAMES
+        for own in [torchs.get(name)]
+        if any(getattr(module, name, own) is not own for module in (utils, utils.clip_grad))
+    ]
+    if replaced and len(patches) > len(before):
         warn_user(
-            f"torch.nn.utils.clip_grad has other functions than torch's for {missing}, which were "
-            "there when tritonclip was imported: they stay as they are. Import tritonclip first"
+            f"torch.nn.utils has other functions than torch's for {replaced}, which something put "
+            "in their place or loaded again: these stay as they are, and calls of them are not "
+            "patched"
         )
 
 
@@ -196,12 +212,15 @@ def _clip_of(name: str) -> Callable[..., Any]:
     """The function that serves the calls of one of torch's."""
     original, ours = originals[name], getattr(torch_compat, name)
     names = tuple(inspect.signature(torchs[name]).parameters)
+    known = frozenset(names)
     # Where the norm before clipping is known to the caller, or becomes known.
     records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # A graph that is made here outlives the patch, and what runs in it is refused too late.
-        if torch.compiler.is_compiling() or is_observed():
+        # A graph that is made here outlives the patch, and what runs in it is refused too late. So
+        # does code that something copied; and torch refuses arguments that only ours takes.
+        is_ours = _patches and known.issuperset(kwargs)
+        if not is_ours or torch.compiler.is_compiling() or is_observed():
             return original(*args, **kwargs)
         # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
         # as it is, since both warn of it.
