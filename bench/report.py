@@ -27,7 +27,7 @@ from bench.workloads import BY, CLIPS, TWO, WORKLOADS, named
 
 # The markers that pages have.
 PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
-PAGES |= {"docs/index.md": "speed:NAME", "docs/choosing_max_norm.md": "bench:NAME"}
+PAGES |= {"docs/index.md": "speed:NAME"}
 SECTION = re.compile(
     r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
@@ -259,17 +259,16 @@ def headline(origin: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """The text between the markers of a page."""
-    notes, to_rows = [], TO_RESULTS
+    notes: list[str] = []
     if busy := rows[0].get("busy"):
         notes = [f"Meanwhile {busy} other processes kept cores busy."]
     if after := rows[0].get("after"):
         notes = [f"Before every call: a {after}."]
     if "advice" in rows[0]:
-        # A page of docs/ itself.
-        to_rows = to_rows.removeprefix("../")
         others = [row for row in rows if row["advice"] not in SHOWN[1:]]
         shown = [row for row in rows if row["advice"] in SHOWN]
-        parts = [in_losses(shown), folded("Other advice, and rules", in_losses(others))]
+        parts = [folded("Losses, and limits in brackets", in_losses(shown))]
+        parts.append(folded("Other advice, and rules", in_losses(others)))
         parts.append(in_counts(rows))
     elif "rule" not in rows[0]:
         parts = [table(rows)]
@@ -281,7 +280,7 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     else:
         parts = list(ratios(name, rows))
     measured = folded(f"Measured on: {line(origin, SHORT)}", line(origin))
-    rows_at = f"Rows: [{name}.json]({to_rows}/{name}.json).\n"
+    rows_at = f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"
     return "\n\n".join([*notes, *parts, measured, rows_at])
 
 

@@ -1,6 +1,6 @@
 """The cost of a call on the host; needs no GPU.
 
-docs/performance/host.md says what the paths and lists are. CPU tensors cannot show the copy of a
+docs/performance/details.md says what the paths and lists are. CPU tensors cannot show the copy of a
 table to pinned memory, the start of its upload, and the question which stream is current.
 """
 

@@ -8,7 +8,7 @@ skipped. All start from the same weights and use the same batches. The suggested
 10% of the steps after the warm-up.
 
 The text differs between versions of Python, so that the results vary. At ``--learning-rate 1.0``
-the limits that follow the norms fail too; docs/adaptive.md says why.
+the limits that follow the norms fail too; docs/choosing_max_norm.md says why.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
 ``python examples/train_transformer.py``. Beside the figure it writes the norms of a run with the

@@ -77,11 +77,11 @@ class Place:
         self.readme, self.page = root / "README.md", root / "docs" / "performance" / "cpu.md"
         (root / "docs").mkdir()
         (root / "docs" / "index.md").write_text(README)
-        self.advice = root / "docs" / "choosing_max_norm.md"
-        self.advice.write_text(PAGE.replace("cpu", "advice"))
+        self.advice = self.page.with_name("training.md")
         self.results = root / "bench" / "results"
         self.page.parent.mkdir()
         self.results.mkdir(parents=True)
+        self.advice.write_text(PAGE.replace("cpu", "advice"))
         self.readme.write_text(README)
         self.page.write_text(PAGE)
         self.measured(ROWS)
@@ -233,6 +233,7 @@ def test_report_refuses_a_section_without_results(place):
 
 @pytest.mark.parametrize("text", ["no marker", PAGE.replace("<!-- /bench -->", "")])
 def test_report_refuses_pages_without_whole_markers(place, text):
+    place.advice.unlink()
     place.page.write_text(text)
     with pytest.raises(SystemExit, match="md: expected <!-- bench:NAME -->"):
         report.write(place.root)
@@ -255,12 +256,12 @@ def test_page_gets_losses_by_advice_and_how_often_they_are_close_to_the_best(pla
         "| best of the grid | 2 of 2 | 2 of 2 | 0 of 2 |",
         "| suggest | 0 of 2 | 1 of 2 | 1 of 2 |",
     ]
-    assert "Rows: [advice.json](../bench/results/advice.json)." in place.advice.read_text()
+    assert "Rows: [advice.json](../../bench/results/advice.json)." in place.advice.read_text()
 
 
 def test_check_finds_everything_that_is_older_than_its_rows(place):
     names = {"README.md", "index.md", "cpu.md", "cpu.json", "cpu-norm.svg", "cpu-value.svg"}
-    advice = {"choosing_max_norm.md", "advice.json"}
+    advice = {"training.md", "advice.json"}
     assert set(place.stale()) == names | advice
     assert place.readme.read_text() == README
     report.write(place.root)

@@ -12,9 +12,11 @@ import tritonclip
 from tritonclip.commands import cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-PAGE = (ROOT / "docs" / "finding_max_norm.md").read_text()
-BLOCK = PAGE.partition("```python\n")[2].partition("```")[0]
-COMMAND = re.search(r"^python -m tritonclip find (.*)$", PAGE, re.MULTILINE)
+PAGE = (ROOT / "docs" / "choosing_max_norm.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+# The set-up of the page and its training.
+MODULE = BLOCKS[0] + next(one.partition("found =")[0] for one in BLOCKS if "def train" in one)
+COMMAND = re.search(r"^python -m tritonclip find (\S+)", PAGE, re.MULTILINE)
 
 SOURCE = """
 import torch
@@ -44,7 +46,7 @@ rules = [tritonclip.ClipByQuantile(0.5, window=8), tritonclip.ClipByValue(0.1)]
 def find(tmp_path, monkeypatch, capsys):
     """Runs the command in a folder with trainings, and returns what was printed."""
     (tmp_path / "training.py").write_text(SOURCE)
-    (tmp_path / "mymodule.py").write_text(BLOCK)
+    (tmp_path / "mymodule.py").write_text(MODULE)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train-it.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)

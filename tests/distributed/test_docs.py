@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,11 @@ import tritonclip
 from helpers import reference
 from helpers.processes import in_processes
 from helpers.spread import grads_of, mesh_of, parameter, values
-from helpers.transformer import Transformer, loss_of, tokens
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-PAGE = ROOT / "docs" / "distributed.md"
+PAGE = (ROOT / "docs" / "distributed.md").read_text()
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def _sections() -> dict[str, str]:
-    """The Python of each section that has any."""
-    parts = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
-    found = {part.partition("\n")[0]: BLOCK.findall(part) for part in parts}
-    return {title: blocks[0] for title, blocks in found.items() if len(blocks) == 1}
+SETUP, *BLOCKS = BLOCK.findall(PAGE)
 
 
 def _stages(names: dict[str, Any]) -> float:
@@ -34,17 +28,8 @@ def _stages(names: dict[str, Any]) -> float:
     mesh = mesh_of(2, 2, names=("pp", "dp"))
     stage = dist.get_rank() // 2
     part = torch.nn.ParameterList([parameter((4, 3), mesh["dp"], [Shard(0)], seed=stage)])
-    names.update(pp_mesh=mesh["pp"], model_parts=[part])
+    names.update(model=part)
     return reference.total_norm([values((4, 3), 0), values((4, 3), 1)])
-
-
-def _experts(names: dict[str, Any]) -> float:
-    """Experts on both dimensions of a mesh, a dense weight on all processes."""
-    both, every = mesh_of(2, 2, names=("ep_fsdp", "ep")), mesh_of(4)
-    experts = parameter((4, 6, 3), both, [Shard(1), Shard(0)], seed=0)
-    dense = parameter((8, 3), every, [Shard(0)], seed=1)
-    names.update(model=torch.nn.ParameterList([experts, dense]))
-    return reference.total_norm([values((4, 6, 3), 0), values((8, 3), 1)])
 
 
 def _megatron(names: dict[str, Any]) -> float:
@@ -54,33 +39,47 @@ def _megatron(names: dict[str, Any]) -> float:
     tied = parameter((2,), None, seed=20)
     split.tensor_model_parallel, tied.tensor_model_parallel = True, False
     tied.shared = stage == 1
-    names.update(parameters=[split, copied, tied], tp_size=2, model_parallel_group=dist.group.WORLD)
+    names.update(model=torch.nn.ParameterList([split, copied, tied]))
     wholes = [values((4, 3), rank) for rank in range(4)]
     wholes += [values((5,), 10), values((5,), 11), values((2,), 20)]
     return reference.total_norm(wholes)
 
 
-@pytest.mark.parametrize("section", _sections())
+def _nothing(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Its backward leaves the gradients that are there."""
+    return torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
 @in_processes(4)
-def test_docs_code_runs(section: str) -> None:
-    model = Transformer()
-    batch = tokens(0)
-    names = dict[str, Any](torch=torch, tritonclip=tritonclip, model=model, loss_of=loss_of)
-    names.update(batch=batch, device="cpu")
-    made = {"Pipeline stages": _stages, "Experts": _experts, "Plain shards": _megatron}
-    if section in made:
-        expected = made[section](names)
+def test_docs_code_runs(block: int) -> None:
+    text, names = BLOCKS[block], dict[str, Any]()
+    exec(SETUP, names)
+    made = {"model_parts": _stages, "tensor_model_parallel": _megatron}
+    for word, make in made.items():
+        if word in text:
+            expected = make(names)
+            names["loss_of"] = _nothing
+            break
     else:
-        alone = Transformer()
-        loss_of(alone, batch).backward()
+        alone = copy.deepcopy(names["model"])
+        names["loss_of"](alone, names["batch"]).backward()
         expected = reference.total_norm(grads_of(alone.parameters()))
 
-    exec(_sections()[section], names)
+    exec(text, names)
 
     norm = names["optimizer"].stats.last_norm if "optimizer" in names else names["norm"]
     # float64 sums of a batch over other processes and in other orders.
     torch.testing.assert_close(float(norm), expected, rtol=1e-6, atol=0)
 
 
-def test_every_section_has_at_most_one_block() -> None:
-    assert len(_sections()) == PAGE.read_text().count("```python") == 13
+@in_processes(4)
+def test_experts_on_both_dimensions_of_a_mesh_count_once_beside_a_dense_weight() -> None:
+    both, every = mesh_of(2, 2, names=("ep_fsdp", "ep")), mesh_of(4)
+    experts = parameter((4, 6, 3), both, [Shard(1), Shard(0)], seed=0)
+    dense = parameter((8, 3), every, [Shard(0)], seed=1)
+
+    norm = tritonclip.clip_(torch.nn.ParameterList([experts, dense]), 1.0)
+
+    expected = reference.total_norm([values((4, 6, 3), 0), values((8, 3), 1)])
+    torch.testing.assert_close(float(norm), expected, rtol=1e-6, atol=0)

@@ -71,7 +71,7 @@ def test_versions_of_python_and_torch_are_the_same_everywhere():
     torch = re.search(r'"torch>=(\d\.\d+)', (root / "pyproject.toml").read_text())
     assert torch is not None
     assert f"torch=={torch[1]}.0" in workflow
-    for page in ("README.md", "docs/install.md", "docs/faq.md"):
+    for page in ("README.md", "docs/index.md"):
         text = " ".join((root / page).read_text().split())
         assert f"Python {oldest} or newer" in text
         assert f"{newest} is the newest in CI" in text

@@ -1,6 +1,7 @@
 """The Python of the README and of docs/ runs as it stands, on a CPU.
 
-The blocks of the README share their names, those of docs/ with the blocks of the same section.
+A reader copies one block and runs it, after the set-up at the top of its page where there is one:
+so does a test of each block. The blocks of a page also run one after the other.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 import tritonclip
 from tritonclip.integrations import patching
@@ -31,137 +32,30 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
-def _sections() -> dict[str, list[str]]:
-    """The Python blocks of each section of docs/ that has any."""
-    sections = {}
-    for page in DOCS:
-        # Its blocks need several processes: tests/distributed/test_docs.py runs them.
-        if page.stem == "distributed":
-            continue
-        # The tutorial is one program, which trains for fewer steps here.
-        shorter = page.read_text().replace("steps=300", "steps=120")
-        parts = [shorter.replace("steps=100", "steps=40")]
-        if page.stem != "tutorial":
-            parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
-        for part in parts:
-            if blocks := BLOCK.findall(part):
-                title = part.partition("\n")[0].strip("# ")
-                sections[f"{page.stem}-{_anchor(title)}"] = blocks
-    return sections
-
-
 def _anchor(heading: str) -> str:
     """The fragment that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _names() -> dict[str, Any]:
-    """The objects that the pages take as given: a model with gradients, its optimizer, a GAN."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    parts = {name: torch.nn.Linear(3, 2) for name in ("body", "head", "embedding")}
-    batches = [torch.ones(4, 3) * i for i in range(1, 5)]
-    return {
-        "torch": torch,
-        "tritonclip": tritonclip,
-        "model": model,
-        "loss": _loss_of(model, batches[0]),
-        "loss_of": _loss_of,
-        "batch": batches[0],
-        "loader": batches,
-        "accumulate": 2,
-        "device": "cpu",
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "generator": torch.nn.Linear(3, 2),
-        "critic": SimpleNamespace(**parts),
-    }
+def _blocks() -> Iterator[Any]:
+    """The blocks of each page, one by one after the set-up, and all of them in order."""
+    for page in PAGES:
+        if page.stem == "tutorial":
+            continue
+        blocks = BLOCK.findall(page.read_text())
+        setup = blocks[:1] if "set-up" in page.read_text() else []
+        for number, block in enumerate(blocks):
+            yield pytest.param([*setup, block], id=f"{page.stem}-{number}")
+        # A page of other programs has none.
+        if len(blocks) > 1 and page.stem not in OF_PROCESSES:
+            yield pytest.param(blocks, id=f"{page.stem}-all")
 
 
-def _loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).float().square().mean()
-    return loss
-
-
-def _lightning(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    names["lightning"] = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
-
-
-def _trainer(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """A small language model, and texts for two batches."""
-    transformers = pytest.importorskip(
-        "transformers", reason="needs tritonclip[integrations]", exc_type=ImportError
-    )
-    from integrations.hugging_face import language_model, sequences
-
-    request.getfixturevalue("fresh_accelerate")
-    names["transformers"] = transformers
-    names["model"], names["data"] = language_model(), sequences(4)
-
-
-def _accelerate(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
-    request.getfixturevalue("fresh_accelerate")
-    names["accelerator"] = accelerate.Accelerator(cpu=True)
-    batches: Any = torch.ones(8, 3)
-    names["loader"] = torch.utils.data.DataLoader(batches, 4)
-
-
-def _opacus(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("opacus", reason="needs tritonclip[test]")
-
-
-def _muon(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("needs torch 2.9, the first with Muon")
-
-
-def _compile(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """Graphs of torch.compile, without the code that Inductor takes seconds to compile."""
-    compiled = functools.partial(torch.compile, backend="aot_eager")
-    request.getfixturevalue("monkeypatch").setattr(torch, "compile", compiled)
-
-
-def _long_run(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """Some hundred steps."""
-    names["loader"] = names["loader"] * 50
-
-
-def _short(names: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """Trials that are shorter than by default."""
-    shorter = functools.partial(tritonclip.find_max_norm, steps=30)
-    request.getfixturevalue("monkeypatch").setattr(tritonclip, "find_max_norm", shorter)
-
-
-SECTIONS = _sections()
-SETTINGS: dict[str, Callable[[dict[str, Any], pytest.FixtureRequest], None]] = {
-    "trainers-pytorch-lightning": _lightning,
-    "trainers-hugging-face-trainer": _trainer,
-    "trainers-accelerate": _accelerate,
-    "per_example-gradients-of-opacus": _opacus,
-    "recipes-muon-and-other-matrix-optimizers": _muon,
-    "compile-torchcompile-and-cuda-graphs": _compile,
-    "choosing_max_norm-record-and-ask": _long_run,
-    "finding_max_norm-finding-a-limit-by-trying": _short,
-}
-TUTORIAL = "tutorial-tutorial-from-no-clipping-to-a-limit"
-
-
-def _run(section: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The names of a section after its blocks ran."""
-    names = given or _names()
-    for block in SECTIONS[section]:
-        exec(block, names)
-    return names
-
-
-def test_readme_code_runs(capsys):
-    names = _names()
-    del names["tritonclip"]
-
-    for block in BLOCK.findall(README.read_text()):
-        exec(block, names)
-
-    assert "'clipped_share'" in capsys.readouterr().out
+# Each block of the first shards the model of the set-up; tests/distributed/test_docs.py runs them
+# in four processes. Trainers move the model, and wrap it.
+OF_PROCESSES = ("distributed", "trainers")
+# Needed by some blocks.
+OPTIONAL = ("lightning", "transformers", "accelerate", "opacus", "sklearn")
 
 
 @pytest.fixture
@@ -172,84 +66,138 @@ def torchs_functions() -> Iterator[None]:
         patch.remove()
 
 
-@pytest.mark.usefixtures("torchs_functions")
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the process group of a page, and takes its environment away."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of torch.compile without the code that Inductor takes seconds to compile."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("torchs_functions", "processes", "quickly")
 # The Trainer asks for pinned memory by default.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 # Lightning's advice where TensorBoard is missing.
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
 # Of torch, about the hooks of Opacus where inputs need no gradient.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("section", [name for name in SECTIONS if name != TUTORIAL])
-def test_docs_code_runs(section, tmp_path, monkeypatch, request):
+# Of torch, about FSDP1 on one process, and of its ZeroRedundancyOptimizer.
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("blocks", [*_blocks()])
+def test_code_runs(blocks, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    names = _names()
-    if section in SETTINGS:
-        SETTINGS[section](names, request)
+    text = "".join(blocks)
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
+            pytest.importorskip(package, reason="needs tritonclip[dev]", exc_type=ImportError)
+    if "accelerate" in text or "transformers" in text:
+        request.getfixturevalue("fresh_accelerate")
+    if "torch.optim.Muon" in text and not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch 2.9, the first with Muon")
 
-    _run(section, names)
+    _run(blocks)
+
+
+def _run(blocks: list[str], **given: Any) -> dict[str, Any]:
+    """The names after blocks ran, in a namespace with nothing but what is given."""
+    names: dict[str, Any] = {"__name__": "__main__", **given}
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def _section(page: str, heading: str, count: int | None = None, **given: Any) -> dict[str, Any]:
+    """The names after the set-up of a page and the first blocks of a section ran."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    names = _run(BLOCK.findall(text)[:1])
+    names.update(given)
+    for block in BLOCK.findall(section)[:count]:
+        exec(block, names)
+    return names
 
 
 @pytest.mark.usefixtures("set_threads")
 def test_docs_tutorial_runs_and_clipping_helps_as_it_says(tmp_path, monkeypatch):
+    """One program, which trains for fewer steps here."""
     pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
     monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    shorter = text.replace("steps=300", "steps=120").replace("steps=100", "steps=40")
 
-    (without, found) = _run(TUTORIAL)["results"].values()
+    (without, found) = _run(BLOCK.findall(shorter))["results"].values()
 
     assert max(without) + 0.1 < min(found)
 
 
 def test_docs_parameter_groups_are_clipped_by_their_rules():
-    names = _run("optimizer-parameter-groups")
-    critic = names["critic"]
-    for part in vars(critic).values():
-        part.weight.grad, part.bias.grad = torch.full((2, 3), 9.0), torch.full((2,), 9.0)
+    names = _section("optimizer", "Parameter groups")
+    first, _, last = names["model"]
+    for p in names["model"].parameters():
+        p.grad = torch.full_like(p, 9.0)
 
-    names["critic_optimizer"].step()
+    names["optimizer"].step()
 
-    norms = [float(part.weight.grad.norm()) for part in vars(critic).values()]
-    torch.testing.assert_close(norms, [1.0, 0.5, 9.0 * 6**0.5], rtol=1e-5, atol=0)
-    assert critic.body.bias.grad.tolist() == [9.0, 9.0]
+    norms = [float(p.grad.norm()) for p in (first.weight, first.bias)]
+    torch.testing.assert_close(norms, [1.0, 0.5], rtol=1e-5, atol=0)
+    assert all((p.grad == 9.0).all() for p in last.parameters())
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped():
-    names = _run("recipes-muon-and-other-matrix-optimizers")
-    model = names["model"]
-    for optimizer in (names["adamw"], names["optimizer"]):
-        model.weight.grad, model.bias.grad = torch.full((2, 3), 9.0), torch.tensor([3.0, 4.0])
+    names = _section("recipes", "Muon and other matrix optimizers")
+    model, adamw = names["model"], names["adamw"]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 9.0)
 
-        optimizer.step()
+    adamw.step()
 
-        assert model.weight.grad.tolist() == [[9.0] * 3] * 2
-        torch.testing.assert_close(model.bias.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
-        assert float(optimizer.stats.last_norm) == 5.0
+    assert all((p.grad == 9.0).all() for p in model.parameters() if p.dim() == 2)
+    others = [p.grad for p in model.parameters() if p.dim() != 2]
+    torch.testing.assert_close(float(torch.cat(others).norm()), 1.0, rtol=1e-5, atol=0)
 
 
-def test_docs_micro_batches_are_clipped_one_by_one():
-    names = _names() | {"accumulate": 5}  # one more than there are, so that no step is taken
-    model, weights = copy.deepcopy(names["model"]), list(names["model"].parameters())
-    sums = [torch.zeros_like(weight) for weight in weights]
-    for batch in names["loader"]:
+def test_docs_micro_batches_are_clipped_one_by_one(monkeypatch):
+    setup = _section("recipes", "Micro-batches", count=0)
+    batches = [100 * batch for batch in setup["loader"][:2]]
+    model = copy.deepcopy(setup["model"])
+    sums = [torch.zeros_like(weight) for weight in model.parameters()]
+    for batch in batches:
         model.zero_grad()
-        _loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        setup["loss_of"](model, batch).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
         sums = [total + p.grad for total, p in zip(sums, model.parameters(), strict=True)]
 
-    assert float(_run("recipes-micro-batches", names)["norm"]) > 1.0
+    # No optimizer takes the sum away.
+    kept = torch.optim.SGD(setup["model"].parameters(), lr=0.0)
+    monkeypatch.setattr(kept, "zero_grad", lambda: None)
+    given = {"model": setup["model"], "optimizer": kept, "loader": batches}
+    _section("recipes", "Micro-batches", **given)
 
-    torch.testing.assert_close([weight.grad for weight in weights], sums)
+    torch.testing.assert_close([p.grad for p in setup["model"].parameters()], sums)
 
 
 def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level():
     """Norms about 400, where a bound of 100 would leave out every step, then about 4."""
-    names = _run("recipes-reinforcement-learning")
-    optimizer, (weight, bias) = names["optimizer"], names["model"].parameters()
+    optimizer = _section("recipes", "Reinforcement learning")["optimizer"]
+    optimizer.clip = tritonclip.ClipByQuantile(0.9, max_norm=1000.0)
+    weight = optimizer.param_groups[0]["params"][0]
     numbers = random.Random(0)
     for step in range(400):
         norm = numbers.lognormvariate(0.0, 0.3) * (400.0 if step < 200 else 4.0)
         norm *= 50.0 if step == 150 else 1.0
-        weight.grad, bias.grad = torch.zeros(2, 3), torch.tensor([norm, 0.0])
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[0, 0] = norm
         optimizer.step()
 
     summary = optimizer.stats.summary()
@@ -314,11 +262,28 @@ def test_performance_summary_has_the_results_of_its_pages():
     assert compared >= 14
 
 
+def test_advice_is_as_good_as_its_rows_say():
+    pattern = re.compile(r"\| (\d+ of 32) \|(?: \d+ of 32 \|)? (\d+ of 42) \|")
+    pages = (ROOT / "docs" / name for name in ("choosing_max_norm.md", "performance/training.md"))
+    said, measured = ({*pattern.findall(page.read_text())} for page in pages)
+
+    assert len(said) >= 7
+    assert said <= measured
+
+
+def test_pages_are_few_and_short():
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.rst")]
+
+    assert len(pages) <= 16
+    assert len([*(ROOT / "docs" / "performance").glob("*.md")]) <= 4
+    assert sum(len(page.read_text().split()) for page in pages) <= 20_000
+
+
 def test_pages_say_to_install_from_the_address_of_the_project():
     address = re.search(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
 
     assert address is not None
-    for page in (README, ROOT / "docs" / "install.md"):
+    for page in (README, ROOT / "docs" / "index.md"):
         found = set(re.findall(r"pip install [^\n]*git\+(https://[\w./-]+)", page.read_text()))
         assert found == {address[1]}, page
 

@@ -1,4 +1,4 @@
-"""Rules of users: the contract of docs/own_rule.md, and the errors for what breaks it."""
+"""Rules of users: the contract of docs/clipping.md, and the errors for what breaks it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class FlatGradients(GradientSource):
         (tensor([0.6000, 0.8000]),)
 
     Gradients are never None then: set them to 0 by :meth:`zero_`, or by
-    `optimizer.zero_grad(set_to_none=False)`. docs/flat.md says what else changes in training.
+    `optimizer.zero_grad(set_to_none=False)`. docs/clipping.md says what else changes in training.
 
     Args:
         parameters: tensors, a module, or (name, parameter) pairs, whose names appear in error

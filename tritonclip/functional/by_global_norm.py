@@ -101,7 +101,7 @@ def clip_by_global_norm(
     Notes:
         There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN;
         inf makes the finite elements 0. `max_norm=inf` changes nothing. Both results have
-        derivatives of first and second order everywhere, see docs/functional.md.
+        derivatives of first and second order everywhere, see docs/recipes.md.
 
     References:
         TensorFlow, `tf.clip_by_global_norm`; optax, `clip_by_global_norm`; Pascanu, Mikolov,

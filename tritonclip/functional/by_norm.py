@@ -68,7 +68,7 @@ def clip_by_norm(
     Notes:
         There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes all elements under
         its norm NaN; an inf makes the finite ones 0. `max_norm=inf` changes nothing. Derivatives of
-        first and second order exist everywhere, see docs/functional.md.
+        first and second order exist everywhere, see docs/recipes.md.
 
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.

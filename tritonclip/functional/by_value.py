@@ -59,7 +59,7 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
         Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where
         bounds that are tensors cross, so that `min > max`, the result is `max`, as of
         `torch.clamp`. Derivatives of first and second order exist everywhere, also in the bounds,
-        see docs/functional.md.
+        see docs/recipes.md.
 
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.

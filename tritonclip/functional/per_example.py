@@ -140,8 +140,8 @@ def clip_per_example(
 
         A call that raises has changed nothing. There is no eps: an example whose norm equals
         `max_norm` is not changed. Without examples the sum is 0. Derivatives keep copies as large
-        as the gradients: detach the parameters where none are wanted. docs/per_example.md says how
-        sums are rounded, and what is copied in pieces.
+        as the gradients: detach the parameters where none are wanted. Coefficients and sums are
+        float32, or float64 for float64 gradients, and rounded once to the gradients' dtype.
 
     References:
         Abadi et al., `Deep Learning with Differential Privacy <https://arxiv.org/abs/1607.00133>`_,

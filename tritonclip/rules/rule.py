@@ -1,7 +1,7 @@
 """The interface of rules: `Rule`, and `AdaptiveRule` for limits that follow earlier norms.
 
 The engine asks a rule for its numbers, and never checks its class. Users write rules too: what
-docs/own_rule.md names is stable, and all other attributes are for the rules of this folder.
+docs/clipping.md names is stable, and all other attributes are for the rules of this folder.
 docs/architecture.md lists the edits for one of these.
 """
 
