@@ -260,7 +260,7 @@ def test_code_is_readable(browser, address, scheme):
     [
         ("clip_grad_norm_", "clip_grad_norm_"),
         ("FSDP2", "Distributed training"),
-        ("NaN", "ClippedOptimizer"),
+        ("NaN", "The optimizer wrapper"),
     ],
 )
 def test_search_finds(browser, address, word, title):
