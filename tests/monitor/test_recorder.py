@@ -343,6 +343,22 @@ def test_a_file_with_the_steps_of_another_run_is_refused_before_the_first_step(p
     assert path.read_text() == before
 
 
+def test_a_second_run_that_began_before_the_first_rows_is_refused(path):
+    """As two processes with one path, neither of which finds a file at its first step."""
+    first, second = tritonclip.record(path, every=2), tritonclip.record(path, every=2)
+    for recorder in (first, second):
+        recorder.add_(1.0)
+    first.add_(2.0)
+    with pytest.raises(FileExistsError, match=r"run\.csv has the steps of another run"):
+        second.add_(3.0)
+    for norm in (3.0, 4.0):
+        first.add_(norm)
+    first.close()
+    with pytest.warns(RuntimeWarning, match="rows .* are lost"):
+        second.__exit__()
+    assert read(path).norms.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_record_resumes_after_an_earlier_checkpoint(path):
     with tritonclip.record(path) as recorder:
         for step in range(3):

@@ -455,8 +455,8 @@ class _HistoryFile:
         self.path = path
         self.resumed: int | None = None
         self._header = b""
-        # The bytes of whole lines.
-        self._size = 0
+        # The bytes of whole lines; None before the first ones, when nobody else may have written.
+        self._size: int | None = None
 
     def begin(self, names: Sequence[str], *, of_list: bool) -> None:
         """Fixes the columns, at the first row; raises if the file has others, or another run."""
@@ -464,11 +464,7 @@ class _HistoryFile:
         header = _as_csv([(*COLUMNS, *lists, *(PREFIX + printable(name) for name in names))])
         if self.path.exists() and self.path.stat().st_size:
             if self.resumed is None:
-                raise FileExistsError(
-                    f"{self.path} has the steps of another run; a file has those of one: pass "
-                    "another path to record(...), or move the file. To resume the run, load the "
-                    "recorder's state from its checkpoint before the first step"
-                )
+                raise self._of_another_run()
             with self.path.open("rb") as file:
                 found = file.readline()
             if found != header:
@@ -479,6 +475,13 @@ class _HistoryFile:
                     "the rows that are there, or pass another path to record(...)"
                 )
         self._header = header
+
+    def _of_another_run(self) -> FileExistsError:
+        return FileExistsError(
+            f"{self.path} has the steps of another run; a file has those of one: pass another path "
+            "to record(...), or move the file. To resume the run, load the recorder's state from "
+            "its checkpoint before the first step"
+        )
 
     def lists(self) -> list[str]:
         """The names of lists in the rows that are there."""
@@ -494,9 +497,11 @@ class _HistoryFile:
             self._size, self.resumed = self._size_until(self.resumed), None
         data = _as_csv(list(map(_cells_of, rows)))
         with self.path.open("ab") as file:
+            there = file.seek(0, os.SEEK_END)
+            if self._size is None and there:
+                raise self._of_another_run()
             # A write that failed may have left half a row, and the file may have been removed.
-            if file.seek(0, os.SEEK_END) < self._size:
-                self._size = 0
+            self._size = 0 if self._size is None or there < self._size else self._size
             file.truncate(self._size)
             size = file.write(data if self._size else self._header + data)
         self._size += size
