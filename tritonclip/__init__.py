@@ -100,11 +100,13 @@ _LAZY = {
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
     "find_max_norm": "advice.finder",
+    "load_ipython_extension": "integrations.patching",
     "norms_by_name": "named_norms",
     "patch_torch": "integrations.patching",
     "record": "monitor.recorder",
     "statistics_by_name": "named_norms",
     "suggest_max_norm": "advice.suggestion",
+    "unload_ipython_extension": "integrations.patching",
 }
 
 

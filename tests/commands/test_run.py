@@ -300,7 +300,7 @@ def test_rows_are_written_at_sigterm(folder):
             "write accelerate launch --cpu -m tritonclip run -m package",
         ),
         (["python", "train.py"], "write python -m tritonclip run train.py"),
-        (["notes.ipynb"], "in its first cell write: import tritonclip; tritonclip.patch_torch()"),
+        (["notes.ipynb"], "in its first cell write: %load_ext tritonclip"),
         (["train.sh"], "in the shell script write python -m tritonclip run train.py"),
     ],
 )

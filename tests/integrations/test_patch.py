@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor
 
 import tritonclip
@@ -155,6 +156,16 @@ def test_one_call_removes_all_patches():
     first.remove()
     assert "removed" in str(first)
     assert "removed" in str(second)
+
+
+def test_ipython_loads_and_unloads_the_patch():
+    shell = InteractiveShell.instance()
+    for _ in range(2):
+        shell.run_line_magic("load_ext", "tritonclip")
+        shell.run_line_magic("reload_ext", "tritonclip")
+        assert is_patched()
+        shell.run_line_magic("unload_ext", "tritonclip")
+        assert_torchs_own()
 
 
 def test_the_end_of_a_block_takes_its_own_patch_away():

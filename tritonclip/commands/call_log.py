@@ -273,7 +273,8 @@ squares do in the dtype of the gradients; tritonclip's does not."""
 _NONE = "no call of torch's functions that clip was seen"
 _REMEDIES = """\
 Not seen: calls under torch.compile; processes that the script itself starts, which
-torchrun -m tritonclip run starts in its place. Not reached: DeepSpeed, whose engine clips
+torchrun -m tritonclip run starts in its place; kernels of notebooks, whose first cell is then
+%load_ext tritonclip. Not reached: DeepSpeed, whose engine clips
 by "gradient_clipping" of its configuration; Megatron and apex; the method clip_grad_norm_
 of FSDP1, for which call tritonclip.clip_ with process_group=. Or the script calls tritonclip
 itself: give ClippedOptimizer a recorder, or add norms to one. Or clipping is turned off: look

@@ -250,8 +250,8 @@ def _refuse_others(chosen: argparse.Namespace, arguments: Sequence[str]) -> None
     suffix = "" if chosen.is_module else Path(name).suffix
     if suffix == ".ipynb":
         raise ValueError(
-            f"expected a script, got the notebook {name}; in its first cell write: import "
-            "tritonclip; tritonclip.patch_torch()"
+            f"expected a script, got the notebook {name}; in its first cell write: "
+            "%load_ext tritonclip"
         )
     if suffix in _OF_SHELLS or (name in _SHELLS and not chosen.is_module):
         raise ValueError(

@@ -75,12 +75,22 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
         Not reached: code with functions of its own, such as DeepSpeed, Megatron and apex; calls
         that torch.compile or another tracer follows; other processes, except later forks.
         docs/trainers.md has more. `python -m tritonclip run train.py` patches a script without a
-        change.
+        change, and `%load_ext tritonclip` a notebook.
 
     References:
         Liger-Kernel, `apply_liger_kernel_to_llama`; scikit-learn-intelex, `patch_sklearn`.
     """
     return TorchPatch(recorder)
+
+
+def load_ipython_extension(_: object) -> None:
+    """`%load_ext tritonclip` in a notebook patches torch's functions."""
+    patch_torch()
+
+
+def unload_ipython_extension(_: object) -> None:
+    """`%unload_ext tritonclip` gives them their code back."""
+    _activate(())
 
 
 # Raised by calls that this library refuses, before anything is measured or written. Other errors
