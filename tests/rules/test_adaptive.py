@@ -118,6 +118,19 @@ def test_clip_by_own_quantile_follows_the_reference_over_400_steps(device, q, wi
     assert seen > STEPS // 8
 
 
+@pytest.mark.parametrize("percentile", [5, 50, 99])
+def test_clip_by_own_quantile_is_percentile_clipping_of_bitsandbytes(device, percentile):
+    """The (k+1)-th smallest of the last 100 norms, once the window is full."""
+    state, rule = ClipState(), ClipByOwnQuantile(percentile / 99, window=100)
+    norms = normal(130, torch.float64, "cpu").abs().tolist()
+    for step, norm in enumerate(norms):
+        (param,) = parameters([torch.tensor([norm, 0.0], dtype=torch.float64, device=device)])
+        tritonclip.clip_([param], rule, state=state)
+        if step >= 99:
+            limit = sorted(norms[step - 99 : step + 1])[percentile]
+            assert float(grad_of(param)[0]) == pytest.approx(min(norm, limit), rel=RELATIVE)
+
+
 def clip_one(size: float, rule: Any, device: Any = "cpu", **options: Any) -> float:
     """The norm that clipping leaves of a gradient of this norm."""
     (weight,) = same_parameters([of_norm(size).to(device)])

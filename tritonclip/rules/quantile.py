@@ -135,8 +135,8 @@ class ClipByOwnQuantile(_ByQuantile):
         Pass the same parameters in the same order at every call.
 
         It succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There 5 means
-        the sixth smallest of the last 100 norms, here `ClipByOwnQuantile(0.05)`, interpolated
-        between neighbors. There the window begins full of the first norm.
+        the sixth smallest of the last 100 norms, here `ClipByOwnQuantile(5 / 99)`. There the window
+        begins full of the first norm.
 
     References:
         bitsandbytes 0.49, `percentile_clipping`; Seetharaman, Wichern, Pardo, Le Roux, `AutoClip:
