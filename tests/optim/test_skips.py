@@ -177,7 +177,7 @@ def test_skips_that_a_step_has_waited_for_raise_at_once():
 
 def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
     params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
-    optimizer._log.watch = Late(2)
+    optimizer._watch = Late(2)
     saved = optimizer.state_dict()
     with decided_on_device():
         step_on(params, optimizer, bad=math.nan)
@@ -189,7 +189,7 @@ def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
 
 def test_skips_that_the_host_has_decided_raise_at_once():
     params, optimizer = wrapped(PLAIN_AND_FUSED[0].values[0], nonfinite="skip")
-    optimizer._log.watch = Late(2)
+    optimizer._watch = Late(2)
     step_on(params, optimizer, bad=math.nan)
     with pytest.raises(RuntimeError, match="2 steps in a row"):
         optimizer.step()

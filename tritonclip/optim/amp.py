@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Flag
-from tritonclip.optim.step import Step, StepLog
+from tritonclip.optim.step import Step
 from tritonclip.optim.wrapping import OptimizerProxy
 from tritonclip.rules.arguments import as_grad_scale
 
@@ -33,14 +33,12 @@ class ScalerState:
         is_begun: a GradScaler has begun a step, and hands over both.
         on_device: in a step of our GradScaler, whether the device decides to leave it out; else
             None.
-        measured: the step to come, where the scaler had its overflow measured.
-        begun: the step to come, where it was decided already to take it.
+        step: the step to come, where the scaler had its overflow measured, or had it judged.
     """
 
     def __init__(self) -> None:
         self.on_device: bool | None = None
-        self.measured: Step | None = None
-        self.begun: Step | None = None
+        self.step: Step | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -85,9 +83,9 @@ class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls."""
 
     _scaler: ScalerState
-    _log: StepLog
     _begin_without_grad: Callable[[Tensor | None], Step]
     _measure: Callable[..., Step]
+    _finish: Callable[[Step], None]
 
     @property
     def grad_scale(self) -> Any:
@@ -129,7 +127,7 @@ class ScalerSide(OptimizerProxy):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler hands scale and overflow to `step`; asked where a step begins."""
         scaler = self._scaler
-        scaler.measured = None
+        scaler.step = None
         # Its step, which asks, hands over no scaler.
         share_state_(sys._getframe(1).f_locals.get("self"), self)
         scaler.refuse_set_by_hand()
@@ -146,23 +144,22 @@ class ScalerSide(OptimizerProxy):
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                scaler.begun = self._begin_without_grad(scale)
-                if scaler.begun.verdict.left_out is True:
-                    self._log.add(scaler.begun)
-                    self._log.states.outliers.loss = None
+                scaler.step = step = self._begin_without_grad(scale)
+                if step.verdict.left_out is True:
+                    self._finish(step)
                     return None
                 scaler.found_inf = False
             return self.step(*args, **kwargs)
         finally:
-            scaler.begun = None
+            scaler.step = None
             scaler.clear()
 
     @torch.compiler.disable
     @without_grad
     def _measure_scaled(self, scale: Tensor) -> Tensor:
         """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1."""
-        self._scaler.measured = self._measure(scale, check_finite=True)
-        nonfinite = self._scaler.measured.nonfinite()
+        self._scaler.step = step = self._measure(scale, check_finite=True)
+        nonfinite = step.nonfinite()
         if isinstance(nonfinite, Tensor):
             return nonfinite.to(torch.float32)
         return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)

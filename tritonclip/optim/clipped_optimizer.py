@@ -13,13 +13,9 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder, as_recorder
-from tritonclip.monitor.stats import ClipStats, Flag, Verdict, either
-from tritonclip.optim.amp import (
-    ScalerSide,
-    ScalerState,
-    step_unless,
-)
+from tritonclip.monitor.recorder import Recorder, as_recorder, saved_steps
+from tritonclip.monitor.stats import ClipStats
+from tritonclip.optim.amp import ScalerSide, ScalerState, step_unless
 from tritonclip.optim.checkpoint import (
     begin_,
     drop_placeholders_,
@@ -49,11 +45,12 @@ from tritonclip.optim.param_groups import (
 )
 from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step import Step, StepLog
+from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import check_optimizer, of_rule
 from tritonclip.rules import Outlier, Rule, as_rule
+from tritonclip.rules.arguments import saved_count
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +174,8 @@ class ClippedOptimizer(ScalerSide):
         watch.refuse_without_skips(self._policy, skip_above)
         refuse_judging(optimizer, self._policy, skip_above)
         groups = optimizer.param_groups
-        self._log = StepLog(self._grouping, RuleStates(outliers), watch)
+        self.stats = ClipStats(self._grouping.device)
+        self._states, self._watch = RuleStates(outliers), watch
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group)
@@ -186,18 +184,8 @@ class ClippedOptimizer(ScalerSide):
         # gradients, where it failed.
         self._is_divided = False
         self._divided: list[ref[Tensor]] = []
-        self._is_unrecorded = False
         # Last: an argument that is refused leaves the optimizer as it was.
         begin_(optimizer, self)
-
-    @property
-    def stats(self) -> ClipStats:
-        """Norms, coefficients and counts; see :class:`~tritonclip.monitor.stats.ClipStats`."""
-        return self._log.stats
-
-    @stats.setter
-    def stats(self, stats: ClipStats) -> None:
-        self._log.stats = stats
 
     @property
     def clip(self) -> Rule:
@@ -222,11 +210,11 @@ class ClippedOptimizer(ScalerSide):
     @property
     def skip_above(self) -> float | Outlier | None:
         """The largest norm of a step that is not skipped, None for any. May be replaced."""
-        return self._log.states.outliers.skip_above
+        return self._states.outliers.skip_above
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        outliers, skip_above = self._log.states.outliers, as_skip_bound(skip_above)
+        outliers, skip_above = self._states.outliers, as_skip_bound(skip_above)
         refuse_judging(self.optimizer, self._policy, skip_above)
         outliers.skip_above = skip_above
         if not isinstance(skip_above, Outlier):
@@ -242,33 +230,33 @@ class ClippedOptimizer(ScalerSide):
         the mean over all processes of `torch.distributed`, so that each of them sets a loss, or
         none does.
         """
-        return self._log.states.outliers.loss
+        return self._states.outliers.loss
 
     @loss.setter
     def loss(self, loss: float | Tensor | None) -> None:
         is_recorded = self.recorder is not None
         loss = as_loss(loss, self.skip_above, is_recorded=is_recorded)
-        self._log.states.outliers.loss = loss
+        self._states.outliers.loss = loss
 
     @property
     def max_consecutive_skips(self) -> int | None:
         """The number of skipped steps in a row at which a step raises. May be replaced."""
-        return self._log.watch.most
+        return self._watch.most
 
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, most: int | None) -> None:
         watch = SkipWatch(most)
         watch.refuse_without_skips(self._policy, self.skip_above)
-        self._log.watch = watch
+        self._watch = watch
 
     @property
     def recorder(self) -> Recorder | None:
         """The recorder that takes the norms of every step, None without. May be replaced."""
-        return self._log.recorder
+        return self._recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
+        self._recorder, self._names = as_recorder(recorder), ParameterNames()
 
     @torch.compiler.disable(recursive=False)
     def step(
@@ -304,11 +292,11 @@ class ClippedOptimizer(ScalerSide):
                 )
             if self._optimizer_step_pre_hooks:
                 args, kwargs = self._before_step(args, kwargs)
-            result, taken = self._step(*args[1:], **kwargs)
-            if taken:
+            result, step = self._step(*args[1:], **kwargs)
+            self._finish(step)
+            if step.verdict.left_out is not True:
                 for after in tuple(self._optimizer_step_post_hooks.values()):
                     after(self, args, kwargs)
-            self._log.states.outliers.loss = None
             return result
         except BaseException:
             # It takes back only from a success what it hands over.
@@ -320,8 +308,8 @@ class ClippedOptimizer(ScalerSide):
     @torch.compiler.disable(recursive=False)
     def _step(
         self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
-    ) -> tuple[Any, bool]:
-        """The result of the step, and whether it was taken; one that the device leaves out was."""
+    ) -> tuple[Any, Step]:
+        """Takes a step, or leaves it out; returns its result, and the step to count."""
         if grad_scale is not None or self._scaler.grad_scale is not None:
             try:
                 grad_scale = self._scaler.scale_with(grad_scale)
@@ -330,91 +318,85 @@ class ClippedOptimizer(ScalerSide):
                     # For other processes, which measure under a scale.
                     self._measure_without_grad(1.0, refusal=error)
                 raise
+        optimizer, loss = self.optimizer, None
         if closure is not None:
-            return self._step_with(closure, grad_scale)
-        if isinstance(self.optimizer, LBFGS):
+            if isinstance(self.found_inf, Tensor):
+                raise RuntimeError(CLOSURE_UNDER_SCALER)
+            measure = partial(self._measure_without_grad, grad_scale)
+            if not (self._policy.checks or self.skip_above is not None):
+                return step_evaluating(optimizer, closure, measure)
+            # Evaluated before the wrapped optimizer could do it, while nothing has changed yet.
+            loss = evaluate(closure, optimizer, measure)
+        elif isinstance(optimizer, LBFGS):
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
             raise TypeError(NO_LOSS_FOR_LBFGS)
         # `torch.distributed.checkpoint` makes state by a step that is none of the training.
-        makes_state = not (torch.is_grad_enabled() or self.optimizer.state)
-        if makes_state:
-            has_shards = self._grouping.processes is not None
-            makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
-        self._is_unrecorded = makes_state
-        step = self._clip(grad_scale)
-        self._is_unrecorded = False
-        if makes_state:
-            outcomes = [outcome for outcome in step.outcomes.values() if outcome is not None]
-            makes_state = all(is_zero(outcome.norm) for outcome in outcomes)
+        makes_state = not (torch.is_grad_enabled() or optimizer.state)
+        step = self._clip(grad_scale, makes_state=makes_state)
         left_out = step.verdict.left_out
         if left_out is True:
-            self._log.add(step)
-            return None, False
+            return loss, step
         # An interrupted `step_unless` leaves it behind, and the device would leave this step out.
-        vars(self.optimizer).pop("found_inf", None)
+        vars(optimizer).pop("found_inf", None)
         if isinstance(left_out, Tensor):
-            result = step_unless(self.optimizer, left_out)
+            result = step_unless(optimizer, left_out)
         else:
-            result = self.optimizer.step()
+            result = optimizer.step()
         self._is_divided = False
-        if not makes_state:
-            self._log.add(step)
-        return result, True
-
-    def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
-        """As `_step`, of gradients that a closure computes."""
-        measure = partial(self._measure_without_grad, grad_scale)
-        if isinstance(self.found_inf, Tensor):
-            raise RuntimeError(CLOSURE_UNDER_SCALER)
-        if self._policy.checks or self.skip_above is not None:
-            # Evaluated before the wrapped optimizer could do it, while nothing has changed yet.
-            loss = evaluate(closure, self.optimizer, measure)
-            return loss, self._step(grad_scale=grad_scale)[1]
-        return step_evaluating(self.optimizer, closure, measure, self._log), True
+        return result if closure is None else loss, step
 
     @torch.compiler.disable
     @without_grad
-    def _clip(self, grad_scale: Tensor | float | None) -> Step:
+    def _clip(self, grad_scale: Tensor | float | None, *, makes_state: bool) -> Step:
         """A step that is measured, judged, and clipped unless the host leaves it out."""
-        step, self._scaler.begun = self._scaler.begun, None
+        if makes_state:
+            has_shards = self._grouping.processes is not None
+            makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
         if self._optimizer_step_pre_hooks:
             # They run after a GradScaler has measured, and may have changed anything.
-            step = self._scaler.measured = None
-        if step is None:
-            step = self._begin(grad_scale)
-        verdict = step.verdict
-        if verdict.left_out is not True:
-            if self._policy.raises and not verdict.left_out:
-                step.raise_if_nonfinite()
-            step.ask_limits()
+            self._scaler.step = None
+        step = self._begin(grad_scale, is_recorded=not makes_state)
+        if step.verdict.left_out is not True:
+            step.refuse()
             self._is_divided = step.is_scaled
             step.clip_()
+            if makes_state:
+                outcomes = [outcome for outcome in step.outcomes.values() if outcome is not None]
+                step.is_counted = not all(is_zero(outcome.norm) for outcome in outcomes)
         return step
 
-    def _begin(self, grad_scale: Tensor | float | None) -> Step:
+    def _begin(self, grad_scale: Tensor | float | None, *, is_recorded: bool = True) -> Step:
         """A step that is measured and judged; nothing is written yet."""
-        scaler = self._scaler
-        step, scaler.measured = scaler.measured, None
-        # What a GradScaler had measured carries its scale.
-        if step is None or grad_scale is None:
-            step = self._measure(grad_scale)
-        may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
-        skip = step.is_unwanted() if may_skip else False
-        overflow = False if scaler.found_inf is None else scaler.overflow
-        if overflow is not False or skip is not False:
-            step.verdict = self._judge(overflow, skip)
+        # A GradScaler may have had it measured, or even judged.
+        step, self._scaler.step = self._scaler.step, None
+        if step is None:
+            step = self._measure(grad_scale, is_recorded=is_recorded)
+        if not step.is_judged:
+            step.judge(self._scaler.overflow, self._decides_on_device)
         return step
 
-    def _judge(self, overflow: Flag, skip: Flag) -> Verdict:
-        """The verdict on a measured step; waits for the device where it cannot decide."""
-        if skip is True:
-            # An overflow is the GradScaler's.
-            overflow, skip = (overflow, False) if overflow else (False, True)
-        verdict = Verdict(either(overflow, skip), overflow, skip)
-        if isinstance(verdict.left_out, Tensor) and not self._decides_on_device():
-            return verdict.read()
-        return verdict
+    @torch.compiler.disable
+    def _finish(self, step: Step) -> None:
+        """Counts a step by its verdict, and remembers and records its norms.
+
+        The norm of an outlier is remembered, that of an overflow is not.
+        """
+        states, verdict = self._states, step.verdict
+        if step.is_counted:
+            states.steps += 1
+            if step.follows:
+                for group in step.clip_groups:
+                    if group.bound_rule is not None:
+                        group.bound_rule.commit(verdict.left_out)
+            if step.outlier is not None:
+                step.outlier.commit(verdict.overflow)
+            self.stats.record_(step.outcomes, verdict, follows=step.follows)
+            if step.record is not None:
+                step.record.add(step.outcomes, verdict.left_out, states.outliers.loss)
+        states.outliers.loss = None
+        if verdict.skip is not False:
+            self._watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
 
     def _measure(
         self,
@@ -422,12 +404,13 @@ class ClippedOptimizer(ScalerSide):
         *,
         check_finite: bool = False,
         refusal: Exception | None = None,
+        is_recorded: bool = True,
     ) -> Step:
         """Measures a step, unless it is refused; other processes, which may wait, get the error."""
-        grouping, recorder, policy = self._grouping, self._log.recorder, self._policy
+        grouping, recorder, policy = self._grouping, self._recorder, self._policy
         groups = self.optimizer.param_groups
         device = grouping.device
-        if device != self._log.stats.last_norm.device:
+        if device != self.stats.last_norm.device:
             self.stats.move_(device)
         if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
@@ -444,18 +427,18 @@ class ClippedOptimizer(ScalerSide):
                 "with another path here to record these",
                 RuntimeWarning,
             )
-        if recorder is not None and not self._is_unrecorded:
-            record = StepRecord(recorder, clip_groups, grouping, self._log.names)
+        if recorder is not None and is_recorded:
+            record = StepRecord(recorder, clip_groups, grouping, self._names)
             refusal = refusal or record.refusal
         step = Step(
             clip_groups,
             groups,
-            self._log.states,
+            self._states,
             policy,
             record,
             grad_scale=1.0 if grad_scale is None else grad_scale,
             is_scaled=grad_scale is not None,
-            max_consecutive_skips=self._log.watch.most,
+            max_consecutive_skips=self._watch.most,
             check_finite=check_finite,
         )
         step.measure(refusal, grouping.processes, overflow=overflow)
@@ -515,15 +498,55 @@ class ClippedOptimizer(ScalerSide):
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        return with_part(saved, self._log.state_dict())
+        return with_part(saved, self._part())
+
+    def _part(self) -> dict[str, Any]:
+        """The wrapper's own part of a checkpoint, for all rules of the program."""
+        part: dict[str, Any] = self.stats.state_dict()
+        part["calls"] = torch.tensor(self._states.steps, device="cpu")
+        # Rules that no step could take are no reason not to save.
+        rules = self._grouping.rules(anew=False)
+        states = self._states.state_dict(self._grouping.groups, rules)
+        if states:
+            part["memory"] = states
+        if self.recorder is not None:
+            part["recorder"] = self.recorder.state_dict()
+        return part
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, part = split_part(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
-        loaded = self._log.loaded(part)
+        stats, states, recorded = self._loaded(part)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
-        self._log.restore(*loaded)
+        # In the object that users have.
+        vars(self.stats).update(vars(stats))
+        self._states = states
+        states.resume(self._grouping.groups)
+        self._watch.forget()
+        if self.recorder is not None and recorded is not None:
+            self.recorder.load_state_dict(recorded)
+
+    def _loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
+        """New statistics, states and recorder's state from the wrapper's part of a checkpoint."""
+        if not isinstance(part, dict):
+            raise ValueError(
+                "the part of the ClippedOptimizer in a saved state must be a dict, got "
+                f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
+            )
+        part = dict(part)
+        states = RuleStates(OutlierTest(self.skip_above))
+        grouping = self._grouping
+        n_parameters = sum(len(group["params"]) for group in grouping.groups)
+        states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
+        states.steps = saved_count("calls", part.pop("calls", 0))
+        recorded = part.pop("recorder", None)
+        if recorded is not None:
+            saved_steps(recorded)
+        part.pop("has_state", None)
+        stats = ClipStats(grouping.device)
+        stats.load_state_dict(part)
+        return stats, states, recorded
 
     def __copy__(self) -> ClippedOptimizer:
         """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
@@ -533,8 +556,8 @@ class ClippedOptimizer(ScalerSide):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        states = self._log.states.copy(self.optimizer.param_groups)
-        states.steps = self._log.states.steps
+        states = self._states.copy(self.optimizer.param_groups)
+        states.steps = self._states.steps
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,
@@ -561,8 +584,8 @@ class ClippedOptimizer(ScalerSide):
             process_group=group,
             copies=copies,
         )
-        self._log.watch = SkipWatch(state["max_consecutive_skips"])
-        self.stats, self._log.states = state["stats"], states
+        self._watch = SkipWatch(state["max_consecutive_skips"])
+        self.stats, self._states = state["stats"], states
         states.resume(optimizer.param_groups)
 
     def __repr__(self) -> str:

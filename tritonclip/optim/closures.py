@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.refusals import Policy
-from tritonclip.optim.step import Step, StepLog
+from tritonclip.optim.step import Step
 
 Closure = Callable[[], Any]
 # Measures the gradients of an evaluation, or raises `refusal=`, which other processes get.
@@ -45,8 +45,8 @@ def refuse_judging(inner: Optimizer, policy: Policy, skip_above: object) -> None
         )
 
 
-def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: StepLog) -> Any:
-    """Clips after each evaluation; returns the result of the step."""
+def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure) -> tuple[Any, Step]:
+    """Clips after each evaluation; returns the result of the step, and the step to count."""
     counted: Step | None = None
 
     def evaluate_and_clip() -> Any:
@@ -67,8 +67,7 @@ def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: S
             "clipped; expected an optimizer that evaluates it: call backward, then step() without "
             "a closure"
         )
-    log.add(counted)
-    return result
+    return result, counted
 
 
 # Its caller may compute gradients.

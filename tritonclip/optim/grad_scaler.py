@@ -79,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             optimizer._scaler.on_device = None
-            optimizer._scaler.measured = None
+            optimizer._scaler.step = None
 
     def _share_state(self, wrapper: ClippedOptimizer) -> None:
         """Keeps one state for a wrapper and the wrapped optimizer: they have the same gradients."""

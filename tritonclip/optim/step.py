@@ -1,4 +1,4 @@
-"""One step of an optimizer, measured, judged, and clipped once; and the log of all steps.
+"""One step of an optimizer, measured, judged, and clipped once.
 
 All clip groups are measured before the first gradient is written, so that a step can still be
 refused.
@@ -6,12 +6,11 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,31 +28,22 @@ from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.execute import limit_of
 from tritonclip.engine.norms import measure
-from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder, saved_steps
-from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
+from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     TWO_NORM,
     UNBOUNDED,
     ClipGroup,
-    Grouping,
     NormRequest,
     global_norm_of,
     measure_requests,
     recorded_requests,
 )
-from tritonclip.optim.outliers import Judgement, OutlierTest
+from tritonclip.optim.outliers import Judgement
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.refusals import (
-    Policy,
-    refuse,
-    refuse_nonfinite,
-)
+from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step_record import ParameterNames, StepRecord
-from tritonclip.optim.watches import SkipWatch
+from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
-from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import Adaptive
 
 
@@ -70,8 +60,9 @@ class Step:
             those that no rule holds for.
         follows: a rule has a limit that changes from step to step.
         outlier: the result of the test for outliers, where there is one.
-        verdict: whether the step is left out.
+        verdict: whether the step is left out, once it is judged.
         outcomes: of clipping.
+        is_counted: the step is one of the training.
     """
 
     clip_groups: list[ClipGroup]
@@ -86,6 +77,8 @@ class Step:
     follows: bool = False
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
+    is_judged: bool = False
+    is_counted: bool = True
     outcomes: Outcomes = field(default_factory=dict)
     # Clip groups with limits of users' rules, or by unit, which are asked before the first write.
     _limited: Sequence[ClipGroup] = ()
@@ -269,14 +262,33 @@ class Step:
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
-    def is_unwanted(self) -> Flag:
-        """Whether the policy or the test for outliers skips the step; waits for nothing."""
+    def judge(self, overflow: Flag, decides_on_device: Callable[[], bool]) -> None:
+        """Finds the verdict on a measured step; waits for the device where it does not decide.
+
+        `overflow` is that of a GradScaler. The policy or the test for outliers may skip the step.
+        """
+        self.is_judged = True
         skip = self._unfit() if self.policy.skips else False
         outliers = self.states.outliers
         if outliers.skip_above is not None:
             self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self.grad_scale))
             skip = either(skip, self.outlier.flag)
-        return skip
+        if overflow is False and skip is False:
+            return
+        if skip is True:
+            # An overflow is the GradScaler's.
+            overflow, skip = (overflow, False) if overflow else (False, True)
+        verdict = Verdict(either(overflow, skip), overflow, skip)
+        if isinstance(verdict.left_out, Tensor) and not decides_on_device():
+            verdict = verdict.read()
+        self.verdict = verdict
+
+    def refuse(self) -> None:
+        """Raises what is left to raise before the first write."""
+        if self.policy.raises and not self.verdict.left_out:
+            self.raise_if_nonfinite()
+        if self._limited:
+            self.ask_limits()
 
     def raise_if_nonfinite(self) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
@@ -321,77 +333,3 @@ class Step:
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
     """The first error for which a list was rejected."""
     return next((e for group in groups if (e := group.gradients.error) is not None), None)
-
-
-class StepLog:
-    """Counts and remembers the steps of a wrapper, taken and left out."""
-
-    def __init__(self, grouping: Grouping, states: RuleStates, watch: SkipWatch) -> None:
-        self.stats, self.states, self.watch = ClipStats(grouping.device), states, watch
-        self._grouping = grouping
-        self.recorder: Recorder | None = None
-        self.names = ParameterNames()
-
-    @torch.compiler.disable
-    @without_grad
-    def add(self, step: Step) -> None:
-        """Adds a step by its verdict: the norm of an outlier is remembered, not of an overflow."""
-        verdict = step.verdict
-        self.states.steps += 1
-        if step.follows:
-            for group in step.clip_groups:
-                if group.bound_rule is not None:
-                    group.bound_rule.commit(verdict.left_out)
-        if step.outlier is not None:
-            step.outlier.commit(verdict.overflow)
-        self.stats.record_(step.outcomes, verdict, follows=step.follows)
-        if step.record is not None:
-            step.record.add(step.outcomes, verdict.left_out, self.states.outliers.loss)
-        if verdict.skip is not False:
-            self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapper's own part of a checkpoint, for all rules of the program."""
-        saved: dict[str, Any] = self.stats.state_dict()
-        saved["calls"] = torch.tensor(self.states.steps, device="cpu")
-        # Rules that no step could take are no reason not to save.
-        rules = self._grouping.rules(anew=False)
-        states = self.states.state_dict(self._grouping.groups, rules)
-        if states:
-            saved["memory"] = states
-        if self.recorder is not None:
-            saved["recorder"] = self.recorder.state_dict()
-        return saved
-
-    def loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
-        """New statistics, states and recorder's state of a checkpoint, for `restore`."""
-        if not isinstance(part, dict):
-            raise ValueError(
-                "the part of the ClippedOptimizer in a saved state must be a dict, got "
-                f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
-            )
-        part = dict(part)
-        states = RuleStates(OutlierTest(self.states.outliers.skip_above))
-        grouping = self._grouping
-        n_parameters = sum(len(group["params"]) for group in grouping.groups)
-        states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
-        states.steps = saved_count("calls", part.pop("calls", 0))
-        recorded = part.pop("recorder", None)
-        if recorded is not None:
-            saved_steps(recorded)
-        part.pop("has_state", None)
-        stats = ClipStats(grouping.device)
-        stats.load_state_dict(part)
-        return stats, states, recorded
-
-    def restore(
-        self, stats: ClipStats, states: RuleStates, recorded: dict[str, Any] | None
-    ) -> None:
-        """Goes on from a checkpoint that was `loaded`."""
-        # In the object that users have.
-        vars(self.stats).update(vars(stats))
-        self.states = states
-        states.resume(self._grouping.groups)
-        self.watch.forget()
-        if self.recorder is not None and recorded is not None:
-            self.recorder.load_state_dict(recorded)
