@@ -74,7 +74,8 @@ class StepCounts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._counts: list[int] | Tensor = [0] * len(COUNTS)
+        # In the order of COUNTS; None where a tensor has them.
+        self.numbers: list[int] | None = [0] * len(COUNTS)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
         self.move_(device)
@@ -82,41 +83,34 @@ class StepCounts:
     @property
     def device(self) -> torch.device:
         """The device of all counts."""
-        return torch.device("cpu") if isinstance(self._counts, list) else self._counts.device
-
-    @property
-    def known(self) -> Sequence[int] | None:
-        """All counts in the order of COUNTS; None where only the device knows them."""
-        return self._counts if isinstance(self._counts, list) else None
+        return self._counts.device if self.numbers is None else torch.device("cpu")
 
     def read(self) -> Tensor:
         """A copy of all counts in the order of COUNTS, int64[7]."""
-        if isinstance(self._counts, list):
-            return torch.tensor(self._counts, device="cpu")
-        return self._counts.clone()
+        if self.numbers is None:
+            return self._counts.clone()
+        return torch.tensor(self.numbers, device="cpu")
 
     def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
         """Counts a step, with the coefficients of the rules that measured a norm."""
-        counts, (left_out, overflow, _) = self._counts, verdict
-        if not isinstance(counts, list):
-            self._add_on_device(counts, coefficients, verdict)
+        numbers, (left_out, overflow, _) = self.numbers, verdict
+        if numbers is None:
+            self._add_on_device(coefficients, verdict)
         elif left_out:
-            counts[_OVERFLOWED if overflow else _SKIPPED] += 1
-            counts[_IN_A_ROW] += not overflow
+            numbers[_OVERFLOWED if overflow else _SKIPPED] += 1
+            numbers[_IN_A_ROW] += not overflow
         else:
-            counts[0] += 1
-            counts[_IN_A_ROW] = 0
+            numbers[0] += 1
+            numbers[_IN_A_ROW] = 0
             if coefficients:
                 # NaN is not below.
-                counts[1] += 1
-                counts[2] += True in [c < 1 for c in coefficients]
-                counts[3] += True in [c < BARELY for c in coefficients]
+                numbers[1] += 1
+                numbers[2] += True in [c < 1 for c in coefficients]
+                numbers[3] += True in [c < BARELY for c in coefficients]
 
-    def _add_on_device(
-        self, counts: Tensor, coefficients: Sequence[float | Tensor], verdict: Verdict
-    ) -> None:
+    def _add_on_device(self, coefficients: Sequence[float | Tensor], verdict: Verdict) -> None:
         """As `add`, by operators."""
-        left_out, overflow, _ = verdict
+        counts, (left_out, overflow, _) = self._counts, verdict
         if left_out is True:
             counts.add_(self._overflowed if overflow else self._skipped)
             self._may_have_skipped = True
@@ -153,11 +147,12 @@ class StepCounts:
     @outside_inference
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
-        # Never an inference tensor, which no later step could add to.
-        self._counts = self.read().to(device, copy=True)
+        counts = self.read()
         if choose.host_decides(device):
-            self._counts = self._counts.tolist()
+            self.numbers = counts.tolist()
             return
+        # Never an inference tensor, which no later step could add to.
+        self._counts, self.numbers = counts.to(device, copy=True), None
         self._may_have_skipped = True
         self._bounds = torch.tensor(_BOUNDS, dtype=torch.float32, device=device)
         self._skipped, self._overflowed, self._unmeasured = (
@@ -169,7 +164,7 @@ class StepCounts:
         """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
         counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
         numbers, device = [saved_count(name, counts.get(name, 0)) for name in COUNTS], self.device
-        self._counts = numbers
+        self.numbers = numbers
         self.move_(device)
 
 
@@ -382,7 +377,7 @@ class ClipStats:
                 self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, verdict)
-        known = self._counts.known
+        known = self._counts.numbers
         if known is not None and known[2] == _SUSPICIOUS:
             self._warn_if_clipped_before(known[2], known[3])
 

@@ -142,9 +142,11 @@ class Grouping:
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
-        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
-        first: Tensor | None = next(parameters, None)
-        return torch.device("cpu") if first is None else first.device
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                device: torch.device = parameter.device
+                return device
+        return torch.device("cpu")
 
     def read_rules(self) -> None:
         """Reads the rules of the parameter groups; raises as `rules_of` does."""

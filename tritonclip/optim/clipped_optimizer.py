@@ -373,7 +373,8 @@ class ClippedOptimizer(ScalerSide):
         if step is None:
             step = self._measure(grad_scale, is_recorded=is_recorded)
         if not step.is_judged:
-            step.judge(self._scaler.overflow, self._decides_on_device)
+            overflow = self._scaler.found_inf is not None and self._scaler.overflow
+            step.judge(overflow, self._decides_on_device)
         return step
 
     @torch.compiler.disable

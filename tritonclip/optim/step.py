@@ -101,7 +101,8 @@ class Step:
             return
         # Nothing refuses the only clip group, and no other norm of it is needed yet.
         (group,) = groups
-        if not rule.fixed:
+        # A limit that is a number is fixed.
+        if type(rule.known_limit) is not float and not rule.fixed:
             rule = self._bind(group)
         if record is not None:
             record.check(groups)
