@@ -123,8 +123,9 @@ def test_clip_by_own_quantile_is_percentile_clipping_of_bitsandbytes(device, per
     """The (k+1)-th smallest of the last 100 norms, once the window is full."""
     state, rule = ClipState(), ClipByOwnQuantile(percentile / 99, window=100)
     norms = normal(130, torch.float64, "cpu").abs().tolist()
+    (param,) = parameters([torch.zeros(2, dtype=torch.float64, device=device)])
     for step, norm in enumerate(norms):
-        (param,) = parameters([torch.tensor([norm, 0.0], dtype=torch.float64, device=device)])
+        grad_of(param)[0] = norm
         tritonclip.clip_([param], rule, state=state)
         if step >= 99:
             limit = sorted(norms[step - 99 : step + 1])[percentile]
