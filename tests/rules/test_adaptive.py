@@ -118,7 +118,7 @@ def test_clip_by_own_quantile_follows_the_reference_over_400_steps(device, q, wi
     assert seen > STEPS // 8
 
 
-@pytest.mark.parametrize("percentile", [5, 50, 99])
+@pytest.mark.parametrize("percentile", [5, 50, 95])
 def test_clip_by_own_quantile_is_percentile_clipping_of_bitsandbytes(device, percentile):
     """The (k+1)-th smallest of the last 100 norms, once the window is full."""
     state, rule = ClipState(), ClipByOwnQuantile(percentile / 99, window=100)
