@@ -6,8 +6,8 @@ is from the float64 norm of the full gradients, and else its outcome: no norm, o
 every process. Where a provider is known to wait for ever, it is skipped. Times are those of the
 first process, and of gloo on one machine.
 
-Host: one process of a group that does nothing, whose size is eight: time of a call on shards of 64
-elements, in turn with torch's on the same tensors.
+Shards: time of a call on shards of 64 elements, in turn with torch's on the same tensors, over
+two gloo processes, and on the host alone: one process of a group of eight that does nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from helpers.spread import collectives_of, mesh_of, parameter, whole, with_parti
 
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
 SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
+OF_TWO = (300, 1000)
 # Of torch's host time on as many DTensors.
 SHARE = 0.25
 MAX_NORM = 1e-3
@@ -145,11 +146,33 @@ def measure(layout: str, n_samples: int) -> dict[str, Any]:
     return found
 
 
-def _serve(rank: int, folder: str, layout: str, n_samples: int) -> None:
+def times_of(tensors: int, n_samples: int) -> dict[str, Any]:
+    """Microseconds of calls on as many shards, in turn, in every process of a group."""
+    parameters = _rows(mesh_of(dist.get_world_size()), tensors)
+    found: dict[str, Any] = {one: [] for one in ("torch", "tritonclip")}
+    # The first calls prepare what later ones find.
+    for number in range(n_samples + 3):
+        for one, times in found.items():
+            dist.barrier()
+            start = perf_counter_ns()
+            CLIPS[one](parameters, MAX_NORM)
+            if number >= 3:
+                times.append((perf_counter_ns() - start) / 1e3)
+    return found
+
+
+def _rows(mesh: DeviceMesh, tensors: int) -> list[Any]:
+    shape = (mesh.size() * ELEMENTS,)
+    return [parameter(shape, mesh, [Shard(0)], seed=seed) for seed in range(tensors)]
+
+
+def _serve(
+    rank: int, folder: str, n_processes: int, measure: Callable[..., Any], *case: Any
+) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=N_PROCESSES)
-    found = measure(layout, n_samples)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n_processes)
+    found = measure(*case)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -160,7 +183,12 @@ def _serve(rank: int, folder: str, layout: str, n_samples: int) -> None:
 def found(layout: str, effort: Effort, tmp_path_factory: Any) -> Any:
     """Figures and times that four processes measure of a layout."""
     folder = tmp_path_factory.mktemp("layout")
-    spawn(_serve, (str(folder), layout, effort.samples), N_PROCESSES)
+    return spawned(folder, N_PROCESSES, measure, layout, effort.samples)
+
+
+def spawned(folder: Path, n_processes: int, measure: Callable[..., Any], *case: Any) -> Any:
+    """What the first of several processes measures."""
+    spawn(_serve, (str(folder), n_processes, measure, *case), n_processes)
     return json.loads(Path(folder, "found.json").read_text())
 
 
@@ -200,8 +228,20 @@ def share_of(tensors: int, provider: str, samples: AllSamples) -> dict[str, floa
 @pytest.mark.parametrize("layout", ["shards, on the host"])
 def test_shards(benchmark: Any, group: DeviceMesh, effort: Effort, tensors, layout, provider):
     """Host time of a call on shards, beside torch's."""
-    shape = (N_OF_FAKE_GROUP * ELEMENTS,)
-    parameters = [parameter(shape, group, [Shard(0)], seed=seed) for seed in range(tensors)]
+    parameters = _rows(group, tensors)
     clips: dict[str, Any] = {"tritonclip": tritonclip.clip_, "torch": CLIPS["torch"]}
     calls = {name: Timed(partial(clip, parameters, 1e9)) for name, clip in clips.items()}
     Comparison(calls, effort, partial(share_of, tensors)).hand_over(benchmark, provider)
+
+
+@pytest.mark.parametrize("provider", ["tritonclip"])
+@pytest.mark.parametrize("tensors", OF_TWO)
+@pytest.mark.parametrize("layout", ["FSDP2, two processes"])
+def test_two_processes(
+    benchmark: Any, effort: Effort, tmp_path: Path, tensors: int, layout: str, provider: str
+) -> None:
+    """Time of a call over two processes, beside torch's."""
+    times = spawned(tmp_path, 2, times_of, tensors, 10 * effort.samples)
+    samples = {name: Samples(one, [], 1) for name, one in times.items()}
+    benchmark.extra_info |= beside_torch(provider, samples)
+    hand_over(benchmark, samples[provider])
