@@ -10,6 +10,11 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import tritonclip
@@ -17,7 +22,7 @@ from helpers import reference
 from helpers.cases import assert_bits, assert_norm, copies, grad_of, parameters
 from helpers.processes import in_processes
 from helpers.spread import assert_same_everywhere, grads_of, values
-from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer
 
 
 def _model() -> nn.Module:
@@ -106,6 +111,33 @@ def test_clipped_optimizer_of_flat_parameters_trains_as_one_process() -> None:
     with FullyShardedDataParallel.summon_full_params(sharded):
         flat = [[p.flatten() for p in model.parameters()] for model in (sharded, alone)]
         torch.testing.assert_close(*flat, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@in_processes(2)
+def test_memories_come_back_from_a_checkpoint_of_flat_parameters(
+    original: bool, flatten: bool
+) -> None:
+    """They are in the groups: the state of a flat parameter is cut as the parameter is."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+
+    def program() -> tuple[nn.Module, ClippedOptimizer]:
+        model = _sharded(_model(), original=original)
+        inner, group = torch.optim.AdamW(model.parameters()), model.process_group
+        return model, ClippedOptimizer(inner, ClipByQuantile(0.5, 20), process_group=group)
+
+    (model, optimizer), (twin, other) = program(), program()
+    for _ in range(3):
+        _backward(model, dist.get_rank())
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(twin, other, saved, options=options)
+    ours, theirs = (str(one.state_dict()["tritonclip"]) for one in (other, optimizer))
+    assert ours == theirs
+    assert int(other.stats.steps) == 3
 
 
 FORMS: list[Callable[[torch.nn.Module], Any]] = [

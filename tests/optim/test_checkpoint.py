@@ -7,8 +7,10 @@ interrupted.
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import BytesIO
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByValue,
     ClippedOptimizer,
@@ -303,32 +306,168 @@ def test_rules_are_those_of_the_program_that_loads(tmp_path, flatten):
 
 @FLATTEN
 def test_bare_optimizer_that_loaded_a_checkpoint_with_rules_can_be_wrapped(tmp_path, flatten):
-    """It may keep what stands for them, which is no rule."""
+    """It may keep what stands for them, which is no rule, and what they remembered."""
     first = program(AdamW)
+    first[1].clip = ClipByOwnQuantile()
     train(*first, range(2))
     save_to(tmp_path, *first, flatten)
     model = layers(9)
     bare = AdamW(groups_of(model, rule=False))
     load_from(tmp_path, model, bare, flatten)
+    if not flatten:
+        # Of a file of torch.save; the other loader asks for no name that it does not know.
+        bare.load_state_dict(torch_saved(first[1].state_dict(), weights_only=True))
+    train(model, bare, range(1))
     wrapper = ClippedOptimizer(bare, LIMIT)
+    assert not any("tritonclip" in name for entry in bare.state.values() for name in entry)
     assert ["clip" in group for group in wrapper.param_groups] == [False, False]
     train(model, wrapper, range(2, 3))
 
 
-@pytest.mark.parametrize("clip", [None, 0.02, ClipByNorm(0.02)], ids=repr)
-def test_flattened_groups_with_a_rule_load_by_set_state_dict_alone(clip):
+class _Around(Optimizer):
+    """An optimizer around another one, such as those of Accelerate."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state_dict = optimizer.state_dict  # type: ignore[method-assign]
+        self.load_state_dict = optimizer.load_state_dict  # type: ignore[method-assign]
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("around", [lambda optimizer: optimizer, _Around], ids=["alone", "around"])
+@pytest.mark.parametrize("name", ["AdamW", "stateless"])
+@pytest.mark.parametrize("clip", [None, 0.02, ClipByNorm(0.02), ClipByOwnQuantile()], ids=repr)
+def test_flattened_groups_with_a_rule_load_by_set_state_dict_alone(name, clip, around):
     """From a file of torch.save, too, where no template has been made before."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    first, second = program(AdamW), program(AdamW, seed=9)
+    first, second = program(OPTIMIZERS[name]), program(OPTIMIZERS[name], seed=9)
     for _, optimizer in (first, second):
         optimizer.param_groups[0]["clip"] = clip
     train(*first, range(2))
     saved = torch_saved(checkpoint_of(*first, flatten=True)["optimizer"], weights_only=True)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(*second, saved, options=options)
+    set_optimizer_state_dict(second[0], around(second[1]), saved, options=options)
     assert second[1].param_groups[0]["clip"] == clip
     assert int(second[1].stats.steps) == 2
+    assert repr(second[1].state_dict()["tritonclip"]) == repr(first[1].state_dict()["tritonclip"])
+
+
+def sizes_of(n: int, wrap: Callable[[Optimizer], Optimizer]) -> list[int]:
+    """The bytes of a checkpoint in each form, after some steps with n small parameters."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model = torch.nn.ParameterList([torch.ones(16, 16) for _ in range(n)])
+    optimizer = wrap(AdamW(model.parameters()))
+    for step in range(3):
+        for parameter in model:
+            parameter.grad = torch.full((16, 16), 1.0 + step)
+        optimizer.step()
+    forms = [checkpoint_of(model, optimizer, flatten)["optimizer"] for flatten in (False, True)]
+    sizes = []
+    for form in (optimizer.state_dict(), *forms):
+        torch.save(form, file := BytesIO())
+        sizes.append(len(file.getvalue()))
+    for form in forms:
+        with tempfile.TemporaryDirectory() as folder:
+            save({"optimizer": form}, checkpoint_id=folder, no_dist=_is_alone())
+            sizes.append(sum(path.stat().st_size for path in Path(folder).iterdir()))
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("rule", "above", "numbers_of"),
+    [
+        (1.0, None, lambda n: 0),
+        (ClipByQuantile(0.9), Outlier(), lambda n: 1000 + 2 * 128),
+        (ClipByOwnHistory(), None, lambda n: 2 * n),
+        (ClipByOwnQuantile(0.9), None, lambda n: 100 * n),
+    ],
+    ids=["fixed", "windows", "own-history", "own-windows"],
+)
+def test_checkpoints_have_the_state_of_rules_once(rule, above, numbers_of):
+    """However torch lays them out, which copies the keys of a group for each parameter."""
+    for n in (50, 150):
+        bare = sizes_of(n, lambda optimizer: optimizer)
+        ours = sizes_of(n, lambda optimizer: ClippedOptimizer(optimizer, rule, skip_above=above))
+        for own, plain in zip(ours, bare, strict=True):
+            # Numbers take 8 bytes, and up to 2 KB of names and archives are in every checkpoint.
+            assert own <= 1.2 * (plain + 8 * numbers_of(n) + 2048)
+
+
+@FLATTEN
+def test_numbers_that_torch_could_not_load_are_missed(tmp_path, flatten):
+    """Into an optimizer that keeps no state, and has not stepped yet."""
+    first, second = (program(OPTIMIZERS["stateless"], seed, rule=False) for seed in (0, 9))
+    for model, optimizer in (first, second):
+        optimizer.clip = ClipByOwnQuantile()
+        train(model, optimizer, range(2 * (model is first[0])))
+    save_to(tmp_path, *first, flatten)
+    loss_of(second[0], 0).backward()
+    with pytest.raises(ValueError, match=r"norms that ClipByOwnQuantile.* and it is missing"):
+        load_from(tmp_path, *second, flatten)
+    assert second[1].stats.summary()["steps"] == 0
+
+
+@FLATTEN
+def test_rule_that_remembers_may_be_replaced_by_one_that_does_not(tmp_path, flatten):
+    first, second = program(AdamW, rule=False), program(AdamW, seed=9, rule=False)
+    first[1].clip = ClipByOwnQuantile()
+    train(*first, range(2))
+    save_to(tmp_path, *first, flatten)
+    load_from(tmp_path, *second, flatten)
+    assert int(second[1].stats.steps) == 2
+    train(*second, range(2, 3))
+
+
+@FLATTEN
+def test_rule_that_the_checkpoint_does_not_know_begins_anew_where_it_may_be_missing(
+    tmp_path, flatten
+):
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    first, second = program(AdamW, rule=False), program(AdamW, seed=9, rule=False)
+    train(*first, range(2))
+    save_to(tmp_path, *first, flatten)
+    second[1].clip = ClipByQuantile()
+    with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip_rule"):
+        load_from(tmp_path, *second, flatten)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    load_from(tmp_path, *second, flatten, planner=planner)
+    assert int(second[1].stats.steps) == 2
+    train(*second, range(2, 3))
+    assert second[1].state_dict()["tritonclip"]["memory"]["rule"]["steps"] == 1
+
+
+def test_checkpoint_before_the_first_step_leaves_a_bare_optimizer_without_state():
+    """One entry would make it believe that it has met the parameter."""
+    optimizer = program(AdamW)[1]
+    optimizer.clip = ClipByOwnQuantile()
+    model = layers(9)
+    bare = AdamW(groups_of(model, rule=False))
+    bare.load_state_dict(torch_saved(optimizer.state_dict(), weights_only=True))
+    assert not bare.state
+    train(model, bare, range(2))
+
+
+@FLATTEN
+def test_two_wrappers_of_one_optimizer_have_each_its_own_numbers(tmp_path, flatten):
+    def two(seed: int) -> tuple[torch.nn.Sequential, list[ClippedOptimizer]]:
+        model, one = program(AdamW, seed, rule=False)
+        one.clip = ClipByOwnQuantile()
+        return model, [one, ClippedOptimizer(one.optimizer, ClipByQuantile(0.5))]
+
+    (model, ours), (twin, others) = two(0), two(9)
+    train(model, ours[0], range(2))
+    train(model, ours[1], range(2, 5))
+    for number, (one, other) in enumerate(zip(ours, others, strict=True)):
+        save_to(tmp_path / str(number), model, one, flatten)
+        load_from(tmp_path / str(number), twin, other, flatten)
+        assert repr(other.state_dict()["tritonclip"]) == repr(one.state_dict()["tritonclip"])
 
 
 @FLATTEN

@@ -443,7 +443,10 @@ class ClipStats:
 def _saved_number(name: str, value: object) -> Tensor:
     """A number in a saved state, a 0-d floating-point tensor."""
     if type(value) in (float, int):
-        value = torch.tensor(float(value), device="cpu")  # type: ignore[arg-type]  # a number
+        number = float(value)  # type: ignore[arg-type]  # a number
+        wide = torch.tensor(number, dtype=torch.float64, device="cpu")
+        # Not every device has float64, nor a number that needs it.
+        value = wide if wide.isfinite() and wide.float() != wide else wide.float()
     if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 0:
         return value.detach()
     raise ValueError(

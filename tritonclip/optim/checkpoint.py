@@ -1,18 +1,24 @@
 """The part of a checkpoint that a wrapper adds, and the rules of groups, which it leaves out.
 
 Savers such as `torch.distributed.checkpoint` carry the state and the groups of an optimizer, and
-nothing beside them; flattened, the keys of its groups that it has while it loads. So the groups of
-a wrapped optimizer have the key `tritonclip`, whose value is bytes in a checkpoint, else None.
+nothing beside them; flattened, only entries of which it has the names while it loads, and with a
+copy of each group's keys for each of its parameters. So a few numbers are in the groups, under the
+key `tritonclip`, as bytes in a checkpoint, else None; many, such as a row for each parameter, are
+tensors in the state of one parameter of a checkpoint, its holder, and never in the optimizer's.
 """
 
-import io
-from typing import Any
+import json
+import sys
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.engine.arguments import FSDP_MARK
 from tritonclip.optim.param_groups import Groups
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import RULE_CLASSES
@@ -20,6 +26,9 @@ from tritonclip.rules.rule import RULE_CLASSES
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 _LEFT_OUT = ("clip", STATS_KEY)
+# In place of numbers that the holder has, under this prefix and the name of their rule.
+IN_STATE = "in state"
+_PREFIX = f"{STATS_KEY}_"
 # Copies share an optimizer.
 _WRAPPERS: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 # In place of rules, also of those that the program which loads may have: torch asks for its keys.
@@ -32,11 +41,17 @@ def mark_(groups: Groups) -> None:
         group.setdefault(STATS_KEY, None)  # type: ignore[attr-defined]  # a dict
 
 
-def drop_placeholders_(groups: Groups) -> None:
-    """Takes away what the bare optimizer got in place of rules, from a wrapper's checkpoint."""
-    for group in groups:
+def drop_loaded_(optimizer: Optimizer) -> None:
+    """Takes away what the bare optimizer got from a wrapper's checkpoint, but for its groups' key.
+
+    That is what stands for rules, and the numbers that rules remembered.
+    """
+    for group in optimizer.param_groups:
         if group.get("clip") == _NOT_SAVED:
-            del group["clip"]  # type: ignore[attr-defined]  # a dict
+            del group["clip"]
+    for entry in optimizer.state.values():
+        for name in [name for name in entry if str(name).startswith(_PREFIX)]:
+            del entry[name]
 
 
 def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
@@ -69,8 +84,9 @@ def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the rules that the groups have now."""
+    """A checkpoint with the present rules of groups, and without numbers of rules in the state."""
     saved = without_rules(optimizer, state_dict)["param_groups"]
+    state_dict = {**state_dict, "state": _split_state(state_dict["state"])[0]}
     present = [{k: g[k] for k in _LEFT_OUT if k in g} for g in optimizer.param_groups]
     groups = [{**g, **keys} for g, keys in zip(saved, present, strict=False)]
     # Where the numbers differ, the optimizer has the message.
@@ -104,16 +120,96 @@ def end_(optimizer: Optimizer, wrapper: object) -> None:
             del hooks[key]
 
 
-def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the wrapper's own part, as it is, and in the groups as bytes."""
-    part["has_state"] = torch.tensor(int(any(state_dict["state"].values())), device="cpu")
+def holder_in(
+    state: Mapping[Any, Any],
+    keys: Iterable[Any],
+    parameters: Iterable[Tensor],
+    *,
+    has_stepped: bool,
+) -> Any:
+    """The key of the parameter in whose state a checkpoint has many numbers; None without one.
+
+    It is one that has some, unless the optimizer `has_stepped` and keeps none: optimizers take a
+    parameter with an entry for one that they have met.
+    """
+    # The state of the first FSDP is cut to shards.
+    pairs = zip(keys, parameters, strict=False)
+    trained = [key for key, p in pairs if p.requires_grad and not hasattr(p, FSDP_MARK)]
+    holder = next((key for key in trained if state.get(key)), None)
+    if holder is None and has_stepped and not any(state.values()):
+        holder = next(iter(trained), None)
+    return holder
+
+
+def with_part(
+    state_dict: dict[str, Any], part: dict[str, Any], groups: Groups, *, has_stepped: bool
+) -> dict[str, Any]:
+    """A checkpoint with the wrapper's own part, as it is, in the groups, and in the state."""
+    state, memory = state_dict["state"], part.get("memory", {})
+    part["has_state"] = torch.tensor(int(any(state.values())), device="cpu")
+    parameters = [p for group in groups for p in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    many = {owner: saved for owner, saved in memory.items() if isinstance(saved["values"], Tensor)}
+    holder = holder_in(state, keys, parameters, has_stepped=has_stepped) if many else None
+    if holder is not None:
+        device = parameters[keys.index(holder)].device
+        for saved in many.values():
+            # Where torch looks for all tensors of a whole state. The same object, saved once.
+            saved["values"] = saved["values"].to(device)
+        if not part["has_state"]:
+            # torch misses parameters without an entry where another has one.
+            state = {key: {} for key in keys}
+        names = {f"{_PREFIX}{owner}": saved["values"] for owner, saved in many.items()}
+        state = {**state, holder: {**state[holder], **names}}
+    small = dict(part)
+    if memory:
+        small["memory"] = {
+            owner: {**saved, "values": None if saved["steps"] == 0 else IN_STATE}
+            if owner in many and (holder is not None or saved["steps"] == 0)
+            else saved
+            for owner, saved in memory.items()
+        }
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
-    buffer = io.BytesIO()
-    torch.save(part, buffer)
     # The same objects in all groups, which pickle writes once.
-    keys = {STATS_KEY: buffer.getvalue(), "clip": _NOT_SAVED}
-    groups = [{**group, **keys} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups, STATS_KEY: part}
+    added = {STATS_KEY: json.dumps(small, default=_as_numbers).encode(), "clip": _NOT_SAVED}
+    saved_groups = [{**group, **added} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": saved_groups, STATS_KEY: part}
+
+
+def _as_numbers(tensor: Tensor) -> Any:
+    """A tensor as numbers, from which one that has them is made again."""
+    if tensor.is_meta:
+        tensor = torch.zeros_like(tensor, device="cpu")
+        tensor = tensor / 0 if tensor.is_floating_point() else tensor
+    return tensor.tolist()
+
+
+def is_unflattening() -> bool:
+    """Whether torch's loader of flattened checkpoints reads the caller's state.
+
+    Directly, or through an optimizer around this one.
+    """
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame.f_code.co_name == "_unflatten_optim_state_dict":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
+def with_names(
+    optimizer: Optimizer, owners: Iterable[str], *, has_stepped: bool
+) -> MutableMapping[Any, Any]:
+    """The state of an optimizer, with the names that the numbers of `owners` have in the holder."""
+    state = optimizer.state
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = dict.fromkeys([f"{_PREFIX}{owner}" for owner in owners])
+    holder = holder_in(state, parameters, parameters, has_stepped=has_stepped) if names else None
+    return (
+        state if holder is None else ChainMap({holder: {**state.get(holder, {}), **names}}, state)
+    )
 
 
 def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -127,24 +223,55 @@ def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     found = [group[STATS_KEY] for group in groups if group.get(STATS_KEY) is not None]
     groups = [{k: v for k, v in group.items() if k != STATS_KEY} for group in groups]
     rest = {key: value for key, value in state_dict.items() if key != STATS_KEY}
+    rest["state"], many = _split_state(rest["state"])
     part = state_dict.get(STATS_KEY)
     if part is None:
-        part = _read(found[0]) if found else {}
+        part = _read(found[0], many) if found else {}
     had_state = isinstance(part, dict) and saved_count("has_state", part.get("has_state", 0))
     if had_state and not any(rest["state"].values()):
-        raise ValueError(
-            "the checkpoint was saved with state of the optimizer, and it is missing here. "
-            "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
-            "it only where no parameter has a gradient; expected get_state_dict() before the first "
-            "backward. Nothing was loaded"
-        )
+        refuse_missing("state of the optimizer")
     return {**rest, "param_groups": groups}, part
 
 
-def _read(saved: Any) -> Any:
-    """The wrapper's own part from a group."""
+def _split_state(state: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """The state of a checkpoint without the numbers of rules, and these by the names of rules."""
+    many = {
+        name.removeprefix(_PREFIX): number
+        for entry in state.values()
+        if isinstance(entry, dict)
+        for name, number in entry.items()
+        if isinstance(name, str) and name.startswith(_PREFIX)
+    }
+    if not many:
+        return state, many
+    own = {
+        key: {k: v for k, v in entry.items() if not str(k).startswith(_PREFIX)}
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in state.items()
+    }
+    # All are empty where the optimizer keeps none.
+    return own if any(own.values()) else {}, many
+
+
+def refuse_missing(what: str) -> NoReturn:
+    """ValueError for a checkpoint of which torch loaded a part."""
+    raise ValueError(
+        f"the checkpoint was saved with {what}, and it is missing here. "
+        "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
+        "it only where no parameter has a gradient; expected get_state_dict() before the first "
+        "backward. Nothing was loaded"
+    )
+
+
+def _read(saved: Any, many: dict[str, Any]) -> Any:
+    """The wrapper's own part from a group, with the numbers that were in the state."""
     try:
-        return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        part = json.loads(saved)
+        for owner, state in part.get("memory", {}).items():
+            if state["values"] == IN_STATE and isinstance(many.get(owner), Tensor):
+                state["values"] = many[owner]
+        return part
     except Exception as error:
         # Whatever damaged bytes raise.
         raise ValueError(

@@ -18,12 +18,14 @@ from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.amp import ScalerSide, ScalerState, step_unless
 from tritonclip.optim.checkpoint import (
     begin_,
-    drop_placeholders_,
+    drop_loaded_,
     end_,
+    is_unflattening,
     is_zero,
     mark_,
     may_make_state,
     split_part,
+    with_names,
     with_part,
     with_present_rules,
     without_rules,
@@ -167,7 +169,7 @@ class ClippedOptimizer(ScalerSide):
         check_optimizer(optimizer)
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
-        drop_placeholders_(optimizer.param_groups)
+        drop_loaded_(optimizer)
         self._grouping = Grouping(optimizer, as_rule("max_norm", max_norm), processes)
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
@@ -184,8 +186,23 @@ class ClippedOptimizer(ScalerSide):
         # gradients, where it failed.
         self._is_divided = False
         self._divided: list[ref[Tensor]] = []
+        # The wrapped optimizer has made the state that it keeps.
+        self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
         begin_(optimizer, self)
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        if not is_unflattening():
+            return self.optimizer.state
+        # torch loads flattened entries whose names it finds here, and no others.
+        owners = self._states.owners_of_many(self.param_groups, self._grouping.rules(anew=False))
+        return with_names(self.optimizer, owners, has_stepped=self._has_stepped)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     @property
     def clip(self) -> Rule:
@@ -295,6 +312,7 @@ class ClippedOptimizer(ScalerSide):
             result, step = self._step(*args[1:], **kwargs)
             self._finish(step)
             if step.verdict.left_out is not True:
+                self._has_stepped = True
                 for after in tuple(self._optimizer_step_post_hooks.values()):
                     after(self, args, kwargs)
             return result
@@ -499,7 +517,8 @@ class ClippedOptimizer(ScalerSide):
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        return with_part(saved, self._part())
+        groups = self.optimizer.param_groups
+        return with_part(saved, self._part(), groups, has_stepped=self._has_stepped)
 
     def _part(self) -> dict[str, Any]:
         """The wrapper's own part of a checkpoint, for all rules of the program."""
@@ -507,7 +526,7 @@ class ClippedOptimizer(ScalerSide):
         part["calls"] = torch.tensor(self._states.steps, device="cpu")
         # Rules that no step could take are no reason not to save.
         rules = self._grouping.rules(anew=False)
-        states = self._states.state_dict(self._grouping.groups, rules)
+        states = self._states.for_checkpoint(self._grouping.groups, rules)
         if states:
             part["memory"] = states
         if self.recorder is not None:
@@ -538,8 +557,7 @@ class ClippedOptimizer(ScalerSide):
         part = dict(part)
         states = RuleStates(OutlierTest(self.skip_above))
         grouping = self._grouping
-        n_parameters = sum(len(group["params"]) for group in grouping.groups)
-        states.load_state_dict(part.pop("memory", {}), grouping.rules(), n_parameters)
+        states.load_state_dict(part.pop("memory", {}), grouping.rules(), grouping.groups)
         states.steps = saved_count("calls", part.pop("calls", 0))
         recorded = part.pop("recorder", None)
         if recorded is not None:

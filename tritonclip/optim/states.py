@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
 from tritonclip.optim.outliers import OWNERS, OutlierTest
 from tritonclip.optim.param_groups import Groups, are_same, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
+from tritonclip.rules.rule import Adaptive, kind_of
+
+# More numbers than these are a tensor in a checkpoint.
+_FEW = 16
 
 
 class RuleStates:
@@ -60,22 +67,44 @@ class RuleStates:
             state = self._states[owner] = ClipState()
         return BoundRule(rule.at(self.steps), state, numbering)
 
-    def state_dict(self, groups: Groups, rules: Mapping[str, Rule] | None = None) -> dict[str, Any]:
-        """Copies of all states, for groups and parameters in the order in which they stand now.
-
-        All `rules` of the program that may remember something have a state, for checkpoints are
-        loaded into a new one with the same keys.
-        """
-        rows: Sequence[int] = ()
-        if self._states:
-            self.locate(groups)
-            found, n = self.rows([p for group in groups for p in group["params"]])
-            rows = range(n) if found is None else found
+    def state_dict(self, groups: Groups) -> dict[str, Any]:
+        """Copies of all states, for groups and parameters in the order in which they stand now."""
+        rows = self._all_rows(groups)
         states = {**self._states, **self.outliers.states}
-        if rules is not None:
-            owners = [owner for owner, rule in rules.items() if not rule.fixed]
-            states = {**dict.fromkeys([*owners, *self.outliers.rules()], ClipState()), **states}
         return {owner: state.state_dict(rows) for owner, state in states.items()}
+
+    def for_checkpoint(self, groups: Groups, rules: Mapping[str, Rule]) -> dict[str, Any]:
+        """As `state_dict`, with many values as a tensor.
+
+        All `rules` of the program that may remember something have a state, and the shape that it
+        will have: checkpoints are loaded into a new one with the same keys and shapes.
+        """
+        present: dict[str, Any] = {**rules, **self.outliers.rules()}
+        owners = [owner for owner, rule in present.items() if not getattr(rule, "fixed", False)]
+        states = {**dict.fromkeys(owners, ClipState()), **self._states, **self.outliers.states}
+        n, rows = _n_parameters(groups), self._all_rows(groups)
+        memory = {owner: state.copied(rows) for owner, state in states.items()}
+        for owner, saved in memory.items():
+            rule, values = present.get(owner), saved["values"]
+            if rule is not None and values is None and _has_many(rule, n):
+                start = torch.tensor([*rule.start()], dtype=torch.float64, device="cpu")
+                saved["kind"], values = kind_of(rule), start.expand(_shape_of(rule, n)).clone()
+            if values is not None:
+                saved["values"] = values if values.numel() > _FEW else values.tolist()
+        return memory
+
+    def owners_of_many(self, groups: Groups, rules: Mapping[str, Rule]) -> list[str]:
+        """The rules that have a tensor in a checkpoint."""
+        present, n = {**rules, **self.outliers.rules()}, _n_parameters(groups)
+        return [owner for owner, rule in present.items() if _has_many(rule, n)]
+
+    def _all_rows(self, groups: Groups) -> Sequence[int]:
+        """The rows of all parameters."""
+        if not self._states:
+            return ()
+        self.locate(groups)
+        found, n = self.rows([p for group in groups for p in group["params"]])
+        return range(n) if found is None else found
 
     def copy(self, groups: Groups) -> RuleStates:
         """A copy without the count of steps, for copies of groups and parameters in this order."""
@@ -84,7 +113,7 @@ class RuleStates:
         twin._keep({owner: _copy_of(state) for owner, state in saved.items()})
         return twin
 
-    def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
+    def load_state_dict(self, states: object, rules: dict[str, Rule], groups: Groups) -> None:
         """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
         if not isinstance(states, dict):
             raise ValueError(
@@ -92,11 +121,9 @@ class RuleStates:
                 f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
             )
         present: Mapping[str, Any] = {**rules, **self.outliers.rules()}
+        n = _n_parameters(groups)
         self._keep(
-            {
-                owner: _loaded(owner, saved, present.get(owner), n_parameters)
-                for owner, saved in states.items()
-            }
+            {owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()}
         )
 
     def _keep(self, states: dict[str, ClipState]) -> None:
@@ -115,10 +142,17 @@ def _copy_of(saved: dict[str, Any]) -> ClipState:
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
     """A saved state, which has to be one of this rule where its limit changes."""
-    state = ClipState()
+    state, is_fixed = ClipState(), not isinstance(rule, Outlier) and getattr(rule, "fixed", True)
+    if isinstance(saved, dict) and isinstance(saved.get("values"), str):
+        if saved["values"] == IN_STATE and not is_fixed:
+            refuse_missing(f"the norms that {rule} remembers")
+        # Those of a rule that the program no longer has are not looked for.
+        saved = {**saved, "values": None}
     state.load_state_dict(saved)
-    if not isinstance(rule, Outlier) and getattr(rule, "fixed", True):
+    if is_fixed:
         return state
+    if not state.steps:
+        return ClipState()
     n = state._shape[0] if len(state._shape) == 2 else 0
     if n > n_parameters:
         raise ValueError(
@@ -133,3 +167,19 @@ def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
         )
     state.begin_as(rule)
     return state
+
+
+def _n_parameters(groups: Groups) -> int:
+    """The number of all parameters."""
+    return sum(len(group["params"]) for group in groups)
+
+
+def _has_many(rule: Any, n_parameters: int) -> bool:
+    """Whether a rule remembers so many numbers that they are a tensor in a checkpoint."""
+    return isinstance(rule, Adaptive) and math.prod(_shape_of(rule, n_parameters)) > _FEW
+
+
+def _shape_of(rule: Any, n_parameters: int) -> tuple[int, ...]:
+    """Of the values of an adaptive rule."""
+    k = len(rule.start())
+    return (n_parameters, k) if getattr(rule, "per_gradient", False) else (k,)

@@ -79,11 +79,17 @@ class ClipState:
             rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
                 None for all.
         """
+        saved = self.copied(rows)
+        values = saved["values"]
+        return {**saved, "values": None if values is None else values.tolist()}
+
+    def copied(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
+        """As `state_dict`, with the values as a tensor."""
         values = self._values
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
-        return {**counts, "values": None if values is None else values.tolist()}
+        return {**counts, "values": None if values is None else values.clone()}
 
     @property
     def _shape(self) -> tuple[int, ...]:
