@@ -16,6 +16,7 @@ from helpers import histories
 from helpers.cases import (
     INTERPRETED,
     NoHostRead,
+    assert_bits,
     grad_of,
     no_sync,
     normal,
@@ -165,6 +166,13 @@ def test_own_history_warms_up_by_norms_whose_squares_do_not_fit(size):
     assert state.tolist() == [[float(limits[0]), 1.0], [float(limits[1]), 1.0], [math.inf, 0.0]]
 
 
+def test_own_history_takes_norms_of_0_for_finite():
+    """A limit that is NaN would make a step on a device one that is not finite."""
+    rule = ClipByOwnHistory()
+    limits, _ = advanced(rule, state_of(rule, 2), torch.zeros(2, dtype=torch.float64))
+    assert limits.tolist() == [0.0, 0.0]
+
+
 def test_own_history_clips_others_to_0_beside_a_norm_of_inf():
     rule = ClipByOwnHistory()
     limits, _ = advanced(rule, state_of(rule, 2), torch.tensor([math.inf, 1.0]).double())
@@ -187,18 +195,39 @@ class CountedOperators(TorchDispatchMode):
     [ClipByQuantile(), ClipByZScore(), ClipByOwnHistory(), ClipByOwnQuantile(), Outlier()],
     ids=lambda rule: type(rule).__name__,
 )
-def test_a_step_takes_at_most_20_operators(rule, max_norm):
+def test_a_step_takes_at_most_21_operators(rule, max_norm):
     """One more bounds a limit, and three ask whether the norm counts."""
     if max_norm is not None and not isinstance(rule, Outlier):
         rule = dataclasses.replace(rule, max_norm=max_norm)
-    state = state_of(rule, 3)
-    norm = torch.ones((3,) if state.dim() == 2 else (), dtype=torch.float64)
+    # On a device, where each is a launch.
+    state = state_of(rule, 3).to("meta")
+    norm = torch.ones((3,) if state.dim() == 2 else (), dtype=torch.float64, device="meta")
     with CountedOperators() as alone:
         rule.advance(state, norm)
-    assert 10 < alone.n <= 20 + (max_norm is not None)
+    assert 10 < alone.n <= 21 + (max_norm is not None)
     with CountedOperators() as whole:
         advanced(rule, state, norm)
     assert whole.n == alone.n + 3
+
+
+class _OnDevice(Tensor):
+    """A tensor of a CPU that says it lies elsewhere."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("rule", [Outlier(3.0, 8), LossOutlier(3.0, 8)], ids=["norm", "loss"])
+@pytest.mark.parametrize("n", range(10))
+def test_outlier_in_numbers_is_outlier_by_operators(rule, n):
+    state = state_of(rule)
+    for norm in normal(n, torch.float64, seed=n) + (3.0 if type(rule) is Outlier else 0.0):
+        _, state = advanced(rule, state, norm)
+    norm = torch.ones((), dtype=torch.float64)
+    limit, after = advanced(rule, state, norm)
+    on_device, after_on_device = advanced(rule, state.as_subclass(_OnDevice), norm)
+    # Each of some 20 roundings is at most 2**-53.
+    assert float(limit) == pytest.approx(float(on_device), rel=1e-14)
+    assert_bits([after], [after_on_device.as_subclass(Tensor)])
 
 
 def test_a_loss_that_is_not_finite_is_not_remembered():

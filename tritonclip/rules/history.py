@@ -90,7 +90,8 @@ class ClipByOwnHistory(AdaptiveRule):
         # Divided by the largest norm, whose square may not fit.
         info = torch.finfo(norm.dtype)
         shares = norm / norm.amax().clamp(info.tiny, info.max)
-        by_global_norm = shares / torch.linalg.vector_norm(shares) * max_norm
+        # Where all norms are 0, so is the limit, which is NaN only where a norm is not finite.
+        by_global_norm = shares / torch.linalg.vector_norm(shares).clamp(info.tiny) * max_norm
         # For a norm of inf, any finite limit gives the coefficient 0.
         by_global_norm = by_global_norm.masked_fill(norm == math.inf, max_norm)
         limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), by_global_norm)
