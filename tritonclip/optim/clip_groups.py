@@ -285,11 +285,7 @@ def global_norm_of(
     clipped = [
         group for group in groups if not group.unclipped and group.gradients.plan is not None
     ]
-    missing = [group for group in clipped if _two_norm_of(group) is None]
-    if missing:
-        requests = [NormRequest(group, TWO_NORM) for group in missing]
-        measure_requests(requests, grad_scale)
-    measured = [norms for group in clipped if (norms := _two_norm_of(group)) is not None]
+    measured = [_two_norm_of(group, grad_scale) for group in clipped]
     if len(measured) == 1:
         plan = measured[0].gradients.plan
         assert plan is not None
@@ -313,12 +309,14 @@ def _norm_of_all(norms: Norms) -> float | Tensor:
     return _norm_of(norms.norm()) if norms.per_gradient else norms.norm()
 
 
-def _two_norm_of(group: ClipGroup) -> Norms | None:
-    """2-norms of a clip group, if they are measured."""
+def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
+    """2-norms of a clip group, which are measured where they are not yet."""
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
-    return group.others.get(TWO_NORM) or group.recorded
+    if not (TWO_NORM in group.others or EACH_NORM in group.others):
+        measure_requests([NormRequest(group, TWO_NORM)], grad_scale)
+    return group.others.get(TWO_NORM) or group.others[EACH_NORM]
 
 
 def _norm_of(norms: Tensor) -> Tensor:

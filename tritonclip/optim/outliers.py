@@ -122,7 +122,7 @@ class OutlierTest:
         if state is None or not state.remembers(above):
             state = self.states[owner] = ClipState()
         if not isinstance(number, Tensor):
-            number = torch.tensor(number, dtype=torch.float64, device="cpu")
+            number = torch.scalar_tensor(number, dtype=torch.float64, device="cpu")
         limit, values = state.advance(above, number)
         flag = number > limit
         return bool(flag) if choose.host_decides(flag.device) else flag, (state, values)

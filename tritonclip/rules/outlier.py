@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from tritonclip.rules.arguments import as_count, as_positive
@@ -64,11 +65,24 @@ class Outlier(Adaptive):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
+        if state.is_cpu:
+            limit = torch.scalar_tensor(self._limit(state.tolist()), dtype=state.dtype)
+            return limit, entered(state, norm)
         n = (state == state).sum(dtype=state.dtype)
         mean = state.nansum() / n
         deviation = ((state - mean).square().nansum() / (n - 1)).sqrt()
         limit = mean.add(deviation.maximum(_LEAST_DEVIATION * mean.abs()), alpha=self.sigmas)
         return limit.masked_fill(n < self.window // 2, math.inf), entered(state, norm)
+
+    def _limit(self, window: list[float]) -> float:
+        """As `advance`, in numbers: on a CPU all of it takes as long as a few operators."""
+        norms = [norm for norm in window if norm == norm]
+        n = len(norms)
+        if n < self.window // 2:
+            return math.inf
+        mean = sum(norms) / n
+        deviation = math.dist(norms, [mean] * n) / math.sqrt(n - 1)
+        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
 
     def accepts(self, state: Tensor) -> bool:
         """A window of norms."""

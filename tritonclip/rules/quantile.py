@@ -158,4 +158,5 @@ def are_windows(windows: Tensor, least: float = 0.0) -> bool:
 
 def entered(windows: Tensor, norm: Tensor) -> Tensor:
     """Windows [..., w] after one more norm [...]: the newest is first, and the oldest drops out."""
-    return torch.cat([norm[..., None], windows[..., :-1]], dim=-1)
+    n = windows.shape[-1]
+    return torch.cat([norm.unsqueeze(-1), windows.narrow(-1, 0, n - 1)], dim=-1)
