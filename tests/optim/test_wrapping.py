@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from copy import copy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -368,6 +371,43 @@ def test_last_of_several_wrappers_takes_the_traces_away(again):
     assert traces(inner) == wrapped
     second.unwrap()
     assert traces(inner) == before
+
+
+def test_wrapper_that_is_dropped_takes_its_traces_away():
+    """Also a copy, and one whose constructor raised after ours."""
+
+    class Failing(ClippedOptimizer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            raise KeyError
+
+    inner = SGD([parameter(torch.ones(2))], lr=0.1)
+    handle = inner.register_step_pre_hook(lambda *_: None)
+    before = traces(inner)
+    wrapper = ClippedOptimizer(inner, 1.0)
+    wrapped = traces(inner)
+    with contextlib.suppress(KeyError):
+        Failing(inner, 1.0)
+    gc.collect()
+    twin = copy(wrapper)
+    del wrapper
+    assert traces(inner) == wrapped
+    twin.step()
+    del twin
+    assert traces(inner) == before
+    handle.remove()
+    assert not inner._optimizer_step_pre_hooks
+
+
+def test_wrapper_keeps_no_optimizer_alive():
+    """Also where the optimizer knows its wrapper."""
+    inner: Any = SGD([parameter(torch.ones(2))], lr=0.1)
+    inner.wrapper = ClippedOptimizer(inner, 1.0)
+    inner.wrapper.step()
+    left = ref(inner)
+    del inner
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class ClippedOptimizer(ScalerSide):
         # The wrapped optimizer has made the state that it keeps.
         self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
-        begin_(optimizer, self)
+        self._begin_wrapping()
 
     @property
     def state(self) -> Any:
@@ -567,11 +567,17 @@ class ClippedOptimizer(ScalerSide):
         stats.load_state_dict(part)
         return stats, states, recorded
 
+    def _begin_wrapping(self) -> None:
+        """Prepares the optimizer for checkpoints, until `unwrap` or the end of this object."""
+        # First, so that the dead are no longer among the wrappers when it is called.
+        finalize(self, _end_of_dead, ref(self.optimizer)).atexit = False
+        begin_(self.optimizer, self)
+
     def __copy__(self) -> ClippedOptimizer:
         """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
         twin = ClippedOptimizer.__new__(type(self))
         vars(twin).update(vars(self))
-        begin_(self.optimizer, twin)
+        twin._begin_wrapping()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -613,3 +619,11 @@ class ClippedOptimizer(ScalerSide):
             f"ClippedOptimizer(max_norm={self.clip}, nonfinite={self.nonfinite!r}, {above}"
             f"optimizer={self.optimizer!r})"
         )
+
+
+def _end_of_dead(wrapped: ref[Optimizer]) -> None:
+    """Ends a wrapper that is gone, and is no longer known as one of its optimizer's."""
+    optimizer = wrapped()
+    if optimizer is not None:
+        # In place of the wrapper something else that is none.
+        end_(optimizer, optimizer)
