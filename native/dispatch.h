@@ -7,17 +7,13 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1 and inf, of an inner product, and of the number of elements at a
- * bound; the verbs that write. */
+/* The parts of a norm of order 2, 1 and inf; the verbs that write. */
 typedef enum {
     SUM_SQUARES,
     SUM_MAGNITUDES,
     LARGEST,
-    DOT,
-    COUNT_AT_BOUNDS,
     MULTIPLY,
-    CLAMP,
-    COMBINE
+    CLAMP
 } Verb;
 
 #define ISA plain
@@ -64,14 +60,11 @@ typedef struct {
     void (*multiply)(const void *, void *, int64_t, double);
     void (*clamp)(void *, int64_t, double, double);
     void (*clamp_to)(const void *, void *, int64_t, double, double);
-    double (*dot)(const void *, const void *, int64_t);
-    double (*count_at_bounds)(const void *, int64_t, double, double);
-    void (*combine)(const void *, const void *, void *, int64_t, double, double);
 } Loops;
 
 #define LOOPS(D, ISA)                                                                                         \
     {sizeof(ELEMENT_##D),  LARGEST_##D,         measure_##D##_##ISA,         multiply_##D##_##ISA, clamp_##D##_##ISA, \
-     clamp_to_##D##_##ISA, dot_##D##_##ISA, count_at_bounds_##D##_##ISA, combine_##D##_##ISA}
+     clamp_to_##D##_##ISA}
 #define TABLE(ISA) {LOOPS(float16, ISA), LOOPS(bfloat16, ISA), LOOPS(float32, ISA), LOOPS(float64, ISA)}
 
 static const Loops plain_loops[N_DTYPES] = TABLE(plain);

@@ -32,7 +32,6 @@
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(4 * WIDE)));
-typedef int64_t DoublesBits __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */
@@ -61,10 +60,6 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define WIDENED_bfloat16 Floats
 #define WIDENED_float32 Floats
 #define WIDENED_float64 Doubles
-#define WIDENED_BITS_float16 FloatsBits
-#define WIDENED_BITS_bfloat16 FloatsBits
-#define WIDENED_BITS_float32 FloatsBits
-#define WIDENED_BITS_float64 DoublesBits
 #define BITS_AT_float16 HalfAt
 #define BITS_AT_bfloat16 HalfAt
 #define BITS_AT_float32 Bits32At

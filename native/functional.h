@@ -40,22 +40,6 @@ static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_
     return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
 }
 
-static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 3)) return NULL;
-    double low = as_bound(arguments[1], -INFINITY), high = as_bound(arguments[2], INFINITY);
-    if (!(low <= high)) return Py_NewRef(Py_None);
-    Job job;
-    Leaves leaves;
-    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], NULL);
-    PyObject *result = NULL;
-    if (is_read == 1) {
-        job.low = low, job.high = high;
-        run(&job);
-        result = PyBool_FromLong(norm_of(&job, 0, job.n_parts) > 0);
-    }
-    return finish_leaves(&job, &leaves, is_read, result);
-}
-
 /* A pair of two objects, whose references it takes; NULL where one is. */
 static PyObject *pair_of(PyObject *first, PyObject *second) {
     PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
@@ -149,27 +133,21 @@ static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_
 static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     Verb verb;
     if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
-    int has_list = PyList_CheckExact(arguments[2]);
-    double limit = has_list ? 0 : as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
+    double limit = as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
     if (PyErr_Occurred()) return NULL;
     if (isnan(limit)) return Py_NewRef(Py_None);
     Job job;
     Leaves leaves;
     PyObject *norms = NULL, *result = NULL;
     int is_done = read_leaves(&job, &leaves, verb, arguments[0], arguments[1]);
-    if (is_done == 1 && has_list && !has_numbers(arguments[2], (Py_ssize_t)job.n)) is_done = -1;
     if (is_done == 1) {
         run(&job);
         norms = parts_of_each(&job);
     }
     for (int64_t i = 0; norms && is_done == 1 && i < job.n; i++) {
         Gradient *gradient = job.gradients + i;
-        double norm = PyFloat_AsDouble(PyList_GetItem(norms, (Py_ssize_t)i)), own;
-        if (!has_list)
-            own = limit_of(limit, gradient->size, power);
-        else if (!read_number(arguments[2], (Py_ssize_t)i, &own))
-            break;
-        gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
+        double norm = PyFloat_AsDouble(PyList_GetItem(norms, (Py_ssize_t)i));
+        gradient->factor = coefficient_of(norm, limit_of(limit, gradient->size, power), 0, leaves.are_wide);
         is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
     }
     if (PyErr_Occurred()) is_done = -1;
@@ -179,20 +157,6 @@ static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_s
         result = pair_of(made_of(&leaves), Py_NewRef(norms));
     }
     Py_XDECREF(norms);
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 3)) return NULL;
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, MULTIPLY, arguments[0], arguments[1]);
-    if (is_done == 1 && !read_factors(&job, arguments[2])) is_done = -1;
-    if (is_done == 1) {
-        run(&job);
-        result = made_of(&leaves);
-    }
     return finish_leaves(&job, &leaves, is_done, result);
 }
 
@@ -210,53 +174,5 @@ static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize
         if (is_done == 1) result = tensor_of(norm, leaves.are_wide, arguments[1]);
         if (is_done == 1 && !result) is_done = is_refused() ? 0 : -1;
     }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    Verb verb;
-    if (!has_arguments(n_arguments, 2) || !read_order(arguments[1], &verb)) return NULL;
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, verb, arguments[0], NULL);
-    if (is_done == 1) {
-        run(&job);
-        result = parts_of_each(&job);
-        for (int64_t i = 0; result && i < job.n; i++)
-            is_done &= is_known(&job, &leaves, PyFloat_AsDouble(PyList_GetItem(result, (Py_ssize_t)i)));
-        if (!is_done) Py_CLEAR(result);
-    }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 2)) return NULL;
-    Job job;
-    Leaves leaves, others;
-    PyObject *result = NULL;
-    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, NULL);
-    if (is_done == 1) {
-        run(&job);
-        result = parts_of_each(&job);
-    }
-    free_leaves(&others);
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 5)) return NULL;
-    Job job;
-    Leaves leaves, others;
-    PyObject *result = NULL;
-    int is_done = read_pairs(&job, &leaves, &others, COMBINE, arguments, arguments[2]);
-    if (is_done == 1 && !(read_factors(&job, arguments[3]) && has_numbers(arguments[4], (Py_ssize_t)job.n))) is_done = -1;
-    for (int64_t i = 0; is_done == 1 && i < job.n; i++)
-        if (!read_number(arguments[4], (Py_ssize_t)i, &job.gradients[i].other_factor)) is_done = -1;
-    if (is_done == 1) {
-        run(&job);
-        result = made_of(&leaves);
-    }
-    free_leaves(&others);
     return finish_leaves(&job, &leaves, is_done, result);
 }

@@ -53,9 +53,6 @@ typedef struct {
     const double *factors;
     /* That of the only row. */
     double factor;
-    /* Of DOT and COMBINE: as many elements of another tensor; of COMBINE, their factor. */
-    const char *others;
-    double other_factor;
 } Gradient;
 
 /* An element: which gradient, and where in it. */
@@ -97,7 +94,7 @@ static int make_job(Job *job, Verb verb, long threads, int64_t n) {
 static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows, int64_t length) {
     Gradient *gradient = job->gradients + job->n++;
     gradient->code = code;
-    gradient->elements = gradient->others = gradient->target = elements;
+    gradient->elements = gradient->target = elements;
     gradient->rows = rows, gradient->length = length, gradient->size = rows * length;
     gradient->first_part = job->n_parts;
     gradient->norms = NULL, gradient->factors = &gradient->factor;
@@ -145,14 +142,6 @@ static int64_t block_at(const Gradient *gradient, int64_t start) {
     return left < BLOCK ? left : BLOCK;
 }
 
-/* The part of a norm, or of another number, that elements of one row and block have. */
-static double measure_part(const Job *job, const Loops *loops, const char *x, const char *others, int64_t n) {
-    if (job->verb == DOT) return loops->dot(x, others, n);
-    if (job->verb == COUNT_AT_BOUNDS)
-        return loops->count_at_bounds(x, n, in_range(job->low, loops), in_range(job->high, loops));
-    return loops->measure(x, n, job->verb);
-}
-
 static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t n) {
     const Loops *loops = loops_of + gradient->code % PAIRS;
     int64_t length = gradient->length, row = start ? start / length : 0, in_row = start - row * length;
@@ -160,18 +149,16 @@ static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t 
     double *part = job->parts + gradient->first_part + row * blocks_of(length) + in_row / BLOCK;
     if (n < length) length = n;
     for (; n; n -= length, at += length * loops->itemsize, row++) {
-        const char *x = gradient->elements + at, *others = gradient->others + at;
+        const char *x = gradient->elements + at;
         char *y = gradient->target + at;
         if (job->verb < MULTIPLY && gradient->norms)
-            gradient->norms[row] = sqrt(measure_part(job, loops, x, others, length));
+            gradient->norms[row] = sqrt(loops->measure(x, length, job->verb));
         else if (job->verb < MULTIPLY)
-            *part = measure_part(job, loops, x, others, length);
+            *part = loops->measure(x, length, job->verb);
         else if (job->verb == CLAMP && x == y)
             loops->clamp(y, length, job->low, job->high);
         else if (job->verb == CLAMP)
             loops->clamp_to(x, y, length, in_range(job->low, loops), in_range(job->high, loops));
-        else if (job->verb == COMBINE)
-            loops->combine(x, others, y, length, gradient->factor, gradient->other_factor);
         else if (gradient->factors[row] != 1.0)
             loops->multiply(x, y, length, gradient->factors[row]);
         else if (x != y)

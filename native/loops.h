@@ -208,68 +208,6 @@ TARGET static void NAME(multiply)(const void *elements, void *target, int64_t n,
     memcpy(y, last, sizeof *x * (size_t)n);
 }
 
-/* The sum of products, in float64. */
-TARGET static double NAME(dot)(const void *elements, const void *others, int64_t n) {
-    const OF(AT) *x = elements, *y = others;
-    double lanes[LANES] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) lanes[j] += (double)OF(widen)(x[i + j]) * (double)OF(widen)(y[i + j]);
-    for (int j = 0; i < n; i++, j++) lanes[j] += (double)OF(widen)(x[i]) * (double)OF(widen)(y[i]);
-    double sum = 0;
-    for (int j = 0; j < LANES; j++) sum += lanes[j];
-    return sum;
-}
-
-/* The number of elements that equal a bound, or are NaN; of one lane at most. */
-TARGET static double NAME(count_at_bounds)(const void *elements, int64_t n, double from, double to) {
-    const OF(AT) *x = elements;
-    OF(WIDENED) wide, low = {0}, high = {0};
-    enum { MANY = sizeof wide / sizeof wide[0] };
-    OF(AT) last[MANY];
-    OF(AT) bounds[2] = {OF(narrow)(from), OF(narrow)(to)};
-    low += OF(widen)(bounds[0]), high += OF(widen)(bounds[1]);
-    OF(WIDENED_BITS) found = {0};
-    int64_t i = 0;
-    for (; i + MANY <= n; i += MANY) {
-        fetch_ahead(x + i);
-        NAME(load)(x + i, &wide);
-        found |= (wide == low) | (wide == high) | (wide != wide);
-    }
-    if (i < n) {
-        /* The first of them fills the vector up. */
-        for (int j = 0; j < MANY; j++) last[j] = x[i + j < n ? i + j : i];
-        NAME(load)(last, &wide);
-        found |= (wide == low) | (wide == high) | (wide != wide);
-    }
-    int64_t count = 0;
-    for (int j = 0; j < MANY; j++) count -= found[j];
-    return (double)count;
-}
-
-/* a * x + b * y, rounded to the dtype of the arithmetic. */
-TARGET static void NAME(combine)(
-    const void *elements, const void *others, void *target, int64_t n, double a, double b
-) {
-    const OF(AT) *x = elements, *y = others;
-    OF(WIDENED) of_x = (__typeof__(of_x[0]))a - (OF(WIDENED)){0}, of_y = (__typeof__(of_y[0]))b - (OF(WIDENED)){0};
-    OF(WIDENED) wide, other;
-    enum { MANY = sizeof wide / sizeof wide[0] };
-    OF(AT) *z = target, last[2][MANY] = {{0}};
-    int64_t i = 0;
-    for (; i + MANY <= n; i += MANY) {
-        NAME(load)(x + i, &wide), NAME(load)(y + i, &other);
-        wide = of_x * wide + of_y * other;
-        NAME(store)(&wide, z + i);
-    }
-    size_t rest = sizeof *x * (size_t)(n - i);
-    memcpy(last[0], x + i, rest), memcpy(last[1], y + i, rest);
-    NAME(load)(last[0], &wide), NAME(load)(last[1], &other);
-    wide = of_x * wide + of_y * other;
-    NAME(store)(&wide, last[0]);
-    memcpy(z + i, last[0], rest);
-}
-
 /* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
  * NaN beyond infinity. Twice as many fit a register as of floats, and none is converted. */
 typedef struct {

@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 16
+#define INTERFACE 17
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -452,14 +452,9 @@ static PyMethodDef methods[] = {
     {"clip_", FAST(clip), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"clamped", FAST(clamped), NULL},
-    {"has_at_bounds", FAST(has_at_bounds), NULL},
     {"clipped", FAST(clipped), NULL},
-    {"scaled", FAST(scaled), NULL},
     {"clipped_each", FAST(clipped_each), NULL},
     {"measured", FAST(measured), NULL},
-    {"measured_each", FAST(measured_each), NULL},
-    {"dots", FAST(dots), NULL},
-    {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"kernel", FAST(kernel), NULL},
     {"launch", FAST(launch), NULL},

@@ -211,10 +211,9 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     if (!is_plain(x) || !read_elements(x, &elements)) return 0;
     /* Memory that was freed has no address. */
     if ((elements.size && !elements.address) || is_true(call(x, IS_NEG))) return 0;
-    /* What is counted needs no derivative. */
-    if (job->verb != COUNT_AT_BOUNDS && is_recorded(x)) return 0;
+    if (is_recorded(x)) return 0;
     int are_pairs = elements.code >= PAIRS;
-    int is_of_pairs = job->verb == SUM_SQUARES || job->verb == DOT || job->verb == MULTIPLY || job->verb == COMBINE;
+    int is_of_pairs = job->verb == SUM_SQUARES || job->verb == MULTIPLY;
     if (are_pairs && (!is_of_pairs || is_true(call(x, IS_CONJ)))) return 0;
     Gradient *gradient = add_gradient(job, elements.code, elements.address, 1, elements.size << are_pairs);
     leaves->are_mixed |= job->gradients->code != elements.code;
@@ -261,29 +260,6 @@ static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, 
         job->threads = (long)threads;
     }
     return make_parts(job) ? 1 : (PyErr_NoMemory(), -1);
-}
-
-/* Takes the other tensor of a gradient, whose elements lie in the same order; 0 where that is none, or with an
- * error of Python. */
-static int add_other(Gradient *gradient, PyObject *x, PyObject *other) {
-    Elements elements, own;
-    if (!is_plain(other) || !read_elements(x, &elements) || !read_elements(other, &own)) return 0;
-    if ((own.size && !own.address) || is_true(call(other, IS_NEG))) return 0;
-    if (own.code >= PAIRS && is_true(call(other, IS_CONJ))) return 0;
-    gradient->others = own.address;
-    return share_order(&elements, &own);
-}
-
-/* Reads a list of tensors, and as many others beside them; as `read_leaves`. */
-static int read_pairs(Job *job, Leaves *leaves, Leaves *others, Verb verb, PyObject *const *arguments, PyObject *create) {
-    others->n = 0, others->all = others->few;
-    int is_read = read_leaves(job, leaves, verb, arguments[0], create);
-    if (is_read < 1) return is_read;
-    if (!take_leaves(others, arguments[1])) return -1;
-    if (others->n != job->n || leaves->n != job->n) return 0;
-    for (int64_t i = 0; i < job->n; i++)
-        if (!add_other(job->gradients + i, leaves->all[i], others->all[i])) return is_refused() ? 0 : -1;
-    return 1;
 }
 
 #endif

@@ -1,8 +1,7 @@
 /* Runs the loops of `native/` without Python: reads elements, writes what the loops make of them.
  *
  * Arguments: the index of a dtype, a factor, and two bounds. Writes, as float64, parts of a norm of order
- * 2, 1, inf and 0, the inner product of the elements and themselves, and whether any is at a bound or NaN;
- * then the elements multiplied, their sum with twice themselves, and clamped into other memory, and in place.
+ * 2, 1 and inf; then the elements multiplied, clamped into other memory, and clamped in place.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,16 +16,12 @@ int main(int n_arguments, char **arguments) {
     if (n_arguments != 5) return 1;
     const Loops *loops = loops_of + atoi(arguments[1]);
     int64_t n = n_bytes / loops->itemsize;
-    for (Verb verb = SUM_SQUARES; verb <= COUNT; verb++) {
+    for (Verb verb = SUM_SQUARES; verb <= LARGEST; verb++) {
         double part = loops->measure(read, n, verb);
         fwrite(&part, sizeof part, 1, stdout);
     }
     double factor = atof(arguments[2]), low = atof(arguments[3]), high = atof(arguments[4]);
-    double others[] = {loops->dot(read, read, n), loops->count_at_bounds(read, n, low, high) > 0};
-    fwrite(others, sizeof others, 1, stdout);
     loops->multiply(read, written, n, factor);
-    fwrite(written, 1, (size_t)n_bytes, stdout);
-    loops->combine(read, read, written, n, 1, 2);
     fwrite(written, 1, (size_t)n_bytes, stdout);
     loops->clamp_to(read, written, n, low, high);
     fwrite(written, 1, (size_t)n_bytes, stdout);

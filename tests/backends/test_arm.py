@@ -64,21 +64,19 @@ def test_loops_are_right_on_arm(program, dtype, n, values):
     given = [EMULATOR, str(program), *map(str, (CODES[dtype], factor, low, high))]
     done = subprocess.run(given, input=bytes(x.view(torch.uint8).tolist()), capture_output=True)
     assert done.returncode == 0
-    parts = torch.frombuffer(bytearray(done.stdout[:48]), dtype=torch.float64)
+    parts = torch.frombuffer(bytearray(done.stdout[:24]), dtype=torch.float64)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     exact = x.double()
     expected = [exact.square().sum(), exact.abs().sum(), exact.abs().amax() if n else 0.0]
-    at_bounds = (exact == low) | (exact == high) | exact.isnan()
-    expected += [(exact != 0).sum(), exact.square().sum(), at_bounds.any()]
     # Half types: 4.2e-7 (`loops.h`); sums of float64 are rounded 1,000 times at most.
     torch.testing.assert_close(
         parts, torch.tensor(expected, dtype=torch.float64), rtol=4.2e-7, atol=0, equal_nan=True
     )
     if n:
-        own = torch.frombuffer(bytearray(done.stdout[48:]), dtype=dtype).view(4, n)
+        own = torch.frombuffer(bytearray(done.stdout[24:]), dtype=dtype).view(3, n)
         multiplied = (x.to(wide) * torch.tensor(factor, dtype=wide)).to(dtype)
-        tripled, clamped = (x.to(wide) * 3).to(dtype), x.clamp(low, high)
-        assert_bits(own, [multiplied, tripled, clamped, clamped])
+        clamped = x.clamp(low, high)
+        assert_bits(own, [multiplied, clamped, clamped])
 
 
 @pytest.mark.parametrize(

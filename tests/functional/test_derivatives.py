@@ -10,9 +10,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from helpers.cases import INTERPRETED, grad_of, normal
+from helpers.cases import FLOATS, INTERPRETED, grad_of, normal
 from tritonclip import functional
 
 DOUBLE = torch.float64
@@ -218,14 +219,140 @@ def test_derivatives_of_narrow_tensors_are_those_of_float64(device, dtype):
         )
 
 
+def make(dtype):
+    shapes = ((40,), (), (0,), (3, 70), (1,))
+    return [normal(shape, dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def transposed(dtype):
+    """One is dense in another order of its dimensions."""
+    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
+
+
+def mixed(dtype):
+    """Several dtypes, of which float16 comes last and first again."""
+    dtypes = (torch.float16, dtype, torch.bfloat16, torch.float32, torch.float16)
+    return [x.to(kind) for x, kind in zip(make(torch.float32), dtypes, strict=True)]
+
+
+FUNCTIONS = {
+    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
+    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
+    "norm": functional.clip_by_norm,
+    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
+    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
+    "average": functional.clip_by_average_norm,
+    "rms": functional.clip_by_rms,
+    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
+}
+
+
+def slopes_of(function, tensors, limit, ways):
+    """Derivatives in tensors, of results times `ways`; of all results that have one there."""
+    own = [x.detach().clone().requires_grad_() for x in tensors]
+    results = function(own, limit)
+    kept = [i for i, way in enumerate(ways) if way is not None]
+    return torch.autograd.grad(
+        [results[i] for i in kept], own, [ways[i] for i in kept], allow_unused=True
+    )
+
+
+def wide_slopes_of(function, tensors, limit, ways):
+    """The same of the same numbers in float64."""
+    lists = [[x if x is None else x.to(wide_of(x.dtype)) for x in xs] for xs in (tensors, ways)]
+    return slopes_of(function, lists[0], limit, lists[1])
+
+
+def wide_of(dtype):
+    return torch.complex128 if dtype.is_complex else DOUBLE
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("some", [make, transposed, mixed])
+@pytest.mark.parametrize("unused", [False, True])
+def test_derivatives_of_lists_are_those_of_float64(name, limit, dtype, some, unused):
+    if dtype.is_complex and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = some(dtype)
+    ways: list[Tensor | None] = [torch.randn_like(x) for x in tensors]
+    # As of a sum: elements that share memory.
+    ways[3] = torch.ones((), dtype=tensors[3].dtype).expand(tensors[3].shape)
+    if unused:
+        ways[0] = None
+    ours = slopes_of(FUNCTIONS[name], tensors, limit, ways)
+    truth = wide_slopes_of(FUNCTIONS[name], tensors, limit, ways)
+    for x, y in zip(ours, truth, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            # Two products that may cancel, of numbers up to 4, and their sum are rounded.
+            eps = torch.finfo(x.dtype).eps
+            torch.testing.assert_close(x.to(y.dtype), y, rtol=2 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 1e30, 1e-30, 1e-44, 5e37], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_at_extremes_are_those_of_float64(name, value):
+    if name == "rms" and value == 1e-44:
+        pytest.skip("a limit of the norm, sqrt(3) times 5e-45, is a few multiples of 2^-149")
+    tensors = [torch.full((3,), value), normal(4) * (value / 9)]
+    limit = value / 2 if 0 < value < math.inf else 0.5
+    # In float64, the same limit as in float32.
+    limit = float(torch.tensor(limit))
+    given = FUNCTIONS[name], tensors, limit, [torch.randn_like(x) for x in tensors]
+    for x, y in zip(slopes_of(*given), wide_slopes_of(*given), strict=True):
+        # Two roundings to multiples of 2^-149, where they are subnormal.
+        atol = max(1e-6 * float(y.nan_to_num(0, 0, 0).abs().max()), 2.0**-148)
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=atol, equal_nan=True)
+
+
+def test_derivatives_of_norms_are_those_of_float64():
+    tensors = [*make(torch.float32), torch.zeros(3)]
+    for measure in (
+        lambda x, limit: [functional.global_norm(x)],
+        lambda x, limit: [functional.clip_by_global_norm(x, limit)[1]],
+        lambda x, limit: [functional.clip_by_norm(x, torch.tensor(limit))[3]],
+    ):
+        given = measure, tensors, 0.5, [torch.tensor(2.5).expand(measure(tensors, 0.5)[0].shape)]
+        for x, y in zip(slopes_of(*given), wide_slopes_of(*given), strict=True):
+            if x is not None:
+                torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bounds", [(-1.0, 0.3), (None, 0.3), (0.5, 0.5), (-math.inf, -1e30)])
+@pytest.mark.parametrize("value", [None, -1.0, 0.3, 0.5, math.nan, math.inf, -math.inf], ids=str)
+def test_derivatives_by_value_are_the_means_of_both_sides(value, bounds, dtype):
+    x = normal(70, dtype)
+    if value is not None:
+        x[8] = value
+    way, slope = torch.randn_like(x), torch.ones(70, dtype=dtype)
+    low, high = (
+        None if b is None or b == -math.inf else torch.tensor(b, dtype=DOUBLE).to(dtype)
+        for b in bounds
+    )
+    if low is not None:
+        slope *= 1 - (x < low).to(dtype) - (x == low).to(dtype) / 2
+    if high is not None:
+        high = high.clamp(min=torch.finfo(dtype).min)
+        slope *= 1 - (x > high).to(dtype) - (x == high).to(dtype) / 2
+    if bounds[0] == bounds[1]:
+        slope[~x.isnan()] = 0
+    clamp = lambda x, _: [functional.clip_by_value(x[0], *bounds)]  # noqa: E731
+    torch.testing.assert_close(slopes_of(clamp, [x], 0, [way])[0], way * slope, rtol=0, atol=0)
+
+
 def test_derivatives_reach_only_tensors_that_want_them(device):
     x, y = normal(3, device=device).requires_grad_(), normal(3, device=device, seed=1)
     (_, second), norm = functional.clip_by_global_norm([x, y], 0.5)
     # The second moves with the norm, which moves with the first.
     assert second.requires_grad
-    (slope,) = torch.autograd.grad(second.sum(), x)
+    (slope,) = torch.autograd.grad(second.sum() + norm, x)
     assert bool((slope != 0).all())
-    assert norm.requires_grad
+    assert not y.requires_grad
 
 
 def test_without_grad_mode_nothing_is_recorded(device):

@@ -153,9 +153,6 @@ def register_torch(
 def clamped(leaves: Any, create: Callable[[Tensor], Tensor], low: Any, high: Any, /) -> Any:
     """Clamps; a bound is a number, rounded into the range of each dtype, or None."""
 
-def has_at_bounds(leaves: Any, low: Any, high: Any, /) -> bool | None:
-    """Whether any element equals a bound, or is NaN; of contiguous tensors, recorded ones too."""
-
 def clipped(
     leaves: Any, create: Callable[[Tensor], Tensor], limit: Any, norm: Any, /
 ) -> tuple[Any, Tensor] | None:
@@ -171,30 +168,11 @@ def clipped_each(
 ) -> tuple[Any, list[float]] | None:
     """Scales each to a limit of its norm over a power of its number of elements; and the norms.
 
-    `limit` is one number, or a list of checked ones; `power` is 0, 0.5 or 1.
+    `power` is 0, 0.5 or 1.
     """
-
-def scaled(leaves: Any, create: Callable[[Tensor], Tensor], factors: float | list[float], /) -> Any:
-    """Multiplies all tensors by one factor, or each by its own."""
 
 def measured(leaves: Any, create: Callable[[Tensor], Tensor], /) -> Tensor | None:
     """The norm of all tensors, of order 2; of contiguous ones only."""
-
-def measured_each(leaves: Any, order: float, /) -> list[float] | None:
-    """The norm of each tensor, of contiguous ones only."""
-
-def dots(leaves: list[Tensor], others: list[Tensor], /) -> list[float] | None:
-    """The inner product of each tensor with another, whose elements lie in the same order."""
-
-def combined(
-    leaves: list[Tensor],
-    others: list[Tensor],
-    create: Callable[[Tensor], Tensor],
-    factors: float | list[float],
-    other_factors: float | list[float],
-    /,
-) -> list[Tensor] | None:
-    """Sums of each tensor and another, times their factors."""
 
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
     """Whether no two of these runs of bytes share one."""

@@ -158,7 +158,7 @@ def make_plan(
         label = partial(label_of, index)
         _refuse_kind(grad, label)
         if addresses is None or addresses[index] < OFFSETS:
-            _refuse_freed(grad, label)
+            refuse_freed(grad, label)
     regions = list(map(memory_of, grads))
     distinct = unique_indices(
         [id(g) if r is None else (g.dtype, r) for g, r in zip(grads, regions, strict=True)]
@@ -294,7 +294,8 @@ def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
         )
 
 
-def _refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
+def refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
+    """ValueError for a gradient that has elements and no memory."""
     parts = [grad]
     if grad.layout == torch.sparse_coo:
         parts = [grad._values(), grad._indices()]

@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.engine.arguments import device_of
 from tritonclip.engine.plan import result_dtype
-from tritonclip.functional import c_loops, derivatives
-from tritonclip.functional.coefficients import as_limit_or_tensor, coefficients_of, one_element
-from tritonclip.functional.norms import norm_of_all
-from tritonclip.functional.products import scaled
+from tritonclip.functional import c_loops, evaluation, formulas
+from tritonclip.functional.limits import as_limit_or_tensor
 from tritonclip.functional.trees import Tree
 
 T = TypeVar("T")
@@ -54,7 +52,8 @@ def global_norm(tensors: Any) -> Tensor:
     if norm is not None:
         return norm
     values = tree.check()
-    return norm_of_all(values).to(result_dtype(values))
+    norm = evaluation.norm_of_all(values) if values else torch.zeros(())
+    return norm.to(result_dtype(values))
 
 
 def clip_by_global_norm(
@@ -113,22 +112,13 @@ def clip_by_global_norm(
     if made is not None:
         return tree.rebuild(made[0]), made[1]
     values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
+    given = None
+    if use_norm is not None:
+        given = as_limit_or_tensor("use_norm", use_norm, may_be_nan=True)
     dtype = result_dtype(values)
-    if use_norm is None and derivatives.are_recorded(values, [limit]):
-        clipped, norm = derivatives.clip(values, [limit], "max_norm", each=False)
-        return tree.rebuild(clipped), norm.to(dtype)
-    norm = norm_of_all(values) if use_norm is None else _given(use_norm, values, dtype)
-    clipped = values
-    if values:
-        clipped = scaled(values, coefficients_of(norm, [limit], dtype, "max_norm"))
+    if not values:
+        number = 0.0 if given is None else given
+        return tree.rebuild([]), formulas.as_wide(number, dtype, device_of(values)).to(dtype)
+    clipped, norm = evaluation.clip(values, limit, each=False, norm=given)
     result: T = tree.rebuild(clipped)
     return result, norm.to(dtype)
-
-
-def _given(norm: float | Tensor, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The user's norm, rounded to the dtype of results, in the wide dtype."""
-    given = as_limit_or_tensor("use_norm", norm, may_be_nan=True)
-    device = values[0].device if values else torch.device("cpu")
-    if not isinstance(given, Tensor):
-        given = torch.full((), given, dtype=torch.float64, device=device)
-    return one_element("use_norm", given).to(device, dtype).to(wide_dtype(device))

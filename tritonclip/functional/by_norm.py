@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.backends import choose
+from tritonclip.backends.interface import arithmetic_of
+from tritonclip.backends.operators import PIECE
 from tritonclip.engine.plan import result_dtype
-from tritonclip.functional import c_loops, derivatives, formulas
-from tritonclip.functional.coefficients import as_limit_or_tensor, coefficient_over, coefficients_of
-from tritonclip.functional.norms import norms_of_each, norms_over
-from tritonclip.functional.products import scaled
+from tritonclip.functional import c_loops, evaluation, formulas
+from tritonclip.functional.evaluation import is_recorded
+from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_norm_type
 
@@ -76,13 +77,9 @@ def clip_by_norm(
     if dim is None:
         return _clip_each(x, max_norm, "max_norm", norm_type=norm_type)
     tree = Tree(x, "x")
-    values = tree.check()
-    order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor("max_norm", max_norm)
-    clipped = []
-    for value in values:
-        dtype = result_dtype([value])
-        norms = formulas.within(norms_over(value, order, _dims_of(value, dim)), dtype)
-        clipped += scaled([value], [coefficient_over(norms, limit, dtype)])
+    values, order = tree.check(), as_norm_type("norm_type", norm_type)
+    limit = as_limit_or_tensor("max_norm", max_norm, may_broadcast=True)
+    clipped = [_clip_slices(value, limit, order, _dims_of(value, dim)) for value in values]
     result: T = tree.rebuild(clipped)
     return result
 
@@ -168,27 +165,40 @@ def _clip_each(
         return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values = tree.check()
     order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor(name, max_norm)
-    limits = [limit]
-    if power:
-        # A power of 0.5 is not always rounded as the root.
-        root = math.sqrt if power == 0.5 else float
-        limits = [_times(limit, root(tensor.numel())) for tensor in values]
     clipped: list[Tensor] = []
-    if values and order == 2 and derivatives.are_recorded(values, limits):
-        clipped, _ = derivatives.clip(values, limits, name, each=True)
-    elif values:
-        norms, dtype = norms_of_each(values, order), result_dtype(values)
-        clipped = scaled(values, coefficients_of(norms, limits, dtype, name))
+    if values:
+        clipped, _ = evaluation.clip(values, limit, order, each=True, power=power)
     result: T = tree.rebuild(clipped)
     return result
 
 
-def _times(limit: float | Tensor, factor: float) -> float | Tensor:
-    """A limit times a number, in a dtype that holds it."""
-    if factor == 0:
-        # Of a tensor without elements, inf times 0 would be NaN.
-        return limit
-    return factor * (limit.to(wide_dtype(limit.device)) if isinstance(limit, Tensor) else limit)
+def _clip_slices(
+    x: Tensor, limit: float | Tensor, norm_type: float, dims: tuple[int, ...]
+) -> Tensor:
+    """A tensor by one norm for each index of the dimensions that are not among `dims`."""
+    dtype = result_dtype([x])
+    recorded = is_recorded([x, limit] if isinstance(limit, Tensor) else [x])
+    norms = (formulas.norm_of if recorded else _norms_over)(x, norm_type, dims)
+    coefficient = coefficient_over(formulas.within(norms, dtype), limit, dtype)
+    if recorded:
+        return formulas.product_of(x, coefficient)
+    real = formulas.real_of(x)
+    factor = (coefficient.unsqueeze(-1) if x.is_complex() else coefficient).to(
+        arithmetic_of(real.dtype)
+    )
+    # With `out`, half types are multiplied in float32.
+    product = torch.mul(real, factor, out=torch.empty_like(real))
+    return torch.view_as_complex(product) if x.is_complex() else product
+
+
+def _norms_over(x: Tensor, norm_type: float, dims: tuple[int, ...]) -> Tensor:
+    """As `formulas.norm_of`; on a CPU in pieces, whose temporaries in float64 stay in cache."""
+    others = [d for d in range(x.dim()) if d not in dims]
+    if not choose.host_decides(x.device) or x.numel() <= PIECE or not others:
+        return formulas.norm_of(x, norm_type, dims)
+    along = max(others, key=lambda d: x.shape[d])
+    pieces = x.detach().split(max(1, PIECE * x.shape[along] // x.numel()), along)
+    return torch.cat([formulas.norm_of(piece, norm_type, dims) for piece in pieces], along)
 
 
 def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonclip.functional import c_loops
-from tritonclip.functional.coefficients import broadcasts, filled
-from tritonclip.functional.norms import is_readable, needs_grad
+from tritonclip.functional.evaluation import is_recorded
+from tritonclip.functional.formulas import filled
+from tritonclip.functional.limits import broadcasts
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
 
@@ -88,10 +89,7 @@ def _clamped_leaves(
     least, most = -math.inf if low is None else low, math.inf if high is None else high
     if least > most:
         raise ValueError(f"min must not exceed max, got min={least} and max={most}")
-    # The derivative of torch.clamp is another one for elements on a bound alone, and for NaN.
-    if is_readable(values) and not (
-        needs_grad(values) and c_loops.have_at_bounds(values, low, high)
-    ):
+    if not is_recorded(values):
         bounds = {t: (_within(low, t), _within(high, t)) for t in {x.dtype for x in values}}
         return [_clamped_by_numbers(x, *bounds[x.dtype]) for x in values]
     return [clamped(value, low, high) for value in values]
@@ -114,7 +112,7 @@ def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bo
 
 
 def _clamped_by_numbers(x: Tensor, least: float | None, most: float | None) -> Tensor:
-    """In one pass, by an operator whose derivative on a bound is 1."""
+    """In one pass, by an operator whose derivative on a bound is 1, and that of NaN is 0."""
     if least is None and most is None:
         return x.clone()
     return torch.clamp(x, least, most)
@@ -145,8 +143,11 @@ def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) 
     y = torch.maximum(x, least)
     if most is None:
         return y
+    y = torch.minimum(y, most)
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low != high:
+        return y
     # Between equal bounds nothing moves; NaN stays.
-    return torch.where((least == most) & (x == x), most, torch.minimum(y, most))
+    return torch.where((least == most) & (x == x), most, y)
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:

@@ -57,11 +57,6 @@ def clamped(leaves: Any, low: object, high: object) -> Any:
     return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
 
 
-def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
-    """Whether any element of leaves may equal a bound, a number or None, or be NaN."""
-    return not serve() or loops.has_at_bounds(leaves, low, high) is not False
-
-
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
     """New tensors, scaled to a limit of the norm of all, and that norm, or the one given."""
     return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
@@ -71,7 +66,7 @@ def clipped_each(
     leaves: Any, limit: object, norm_type: object = 2.0, power: float = 0.0
 ) -> tuple[Any, list[float]] | None:
     """New tensors, each scaled to a limit of its norm over numel**power, and the norms."""
-    # The power is 0, 0.5 or 1. Several limits are checked already.
+    # The power is 0, 0.5 or 1.
     if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
         return None
     return loops.clipped_each(leaves, torch.empty_like, limit, norm_type, power)  # type: ignore[no-any-return]
@@ -80,11 +75,6 @@ def clipped_each(
 def norm_of(leaves: Any) -> Tensor | None:
     """The norm of all tensors; None also where one is not contiguous."""
     return loops.measured(leaves, torch.empty_like) if serve() else None
-
-
-def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
-    """The norm of each tensor; None as for `norm_of`."""
-    return loops.measured_each(leaves, norm_type) if norm_type in ORDERS and serve() else None
 
 
 def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
@@ -107,29 +97,3 @@ def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
     )
     # Some norms of float64 are of extreme magnitudes.
     return None if unknown else norms
-
-
-def scaled(leaves: Any, factors: float | list[float]) -> Any:
-    """New tensors, all times one factor, or each times its own."""
-    return loops.scaled(leaves, torch.empty_like, factors) if serve() else None
-
-
-def are_moderate(factors: list[float]) -> bool:
-    """Whether float32 holds factors with all their digits, and products that matter."""
-    return all(factor == 0 or 2.0**-100 <= abs(factor) <= 2.0**100 for factor in factors)
-
-
-def dots(tensors: list[Tensor], others: list[Tensor]) -> list[float] | None:
-    """The inner product of each tensor with another."""
-    return loops.dots(tensors, others) if serve() else None
-
-
-def combined(
-    tensors: list[Tensor],
-    others: list[Tensor],
-    factors: float | list[float],
-    other_factors: float | list[float],
-) -> list[Tensor] | None:
-    """Sums of each tensor and another, times their factors; None as for `clipped`."""
-    arguments = tensors, others, torch.empty_like, factors, other_factors
-    return loops.combined(*arguments) if serve() else None

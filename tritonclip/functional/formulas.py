@@ -1,8 +1,10 @@
-"""The formulas in PyTorch operators: right for every magnitude, differentiable twice everywhere.
+"""The formulas of all functions in PyTorch operators: right for every magnitude.
 
-They serve where no kernel does: for tensors inside torch.func and torch.compile, norms over some
-dimensions, and derivatives of norms of other orders than 2. Where a derivative does not exist, at
-the limit of a coefficient and at a bound, it is the mean of both sides. At 0, that of a norm is 0.
+They say what is computed, and serve where operators are seen one by one: where autograd records
+them, inside torch.func and torch.compile. Other calls find the same results faster.
+
+All formulas can be differentiated twice everywhere. Where a derivative does not exist, at the limit
+of a coefficient and at a bound, it is the mean of both sides. At 0, that of a norm is 0.
 
 Arithmetic is in the widest dtype that a device has, float64 but on MPS, so that neither values nor
 derivatives of narrower tensors overflow on the way. Each branch that a `where` leaves out gets
@@ -17,23 +19,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.plan import WIDE
+from tritonclip.engine.plan import WIDE, result_dtype
+from tritonclip.modes import is_traced
+
+
+def clip(
+    tensors: Sequence[Tensor],
+    limit: float | Tensor,
+    norm_type: float,
+    *,
+    each: bool,
+    power: float,
+    norm: float | Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    """The tensors scaled, and the norm before, as `evaluation.clip`; the norm in the wide dtype."""
+    dtype, device = result_dtype(tensors), tensors[0].device
+    if norm is not None:
+        measured = as_wide(norm, dtype, device)
+    else:
+        measured = norms_of(tensors, norm_type, each=each)
+    if power:
+        # inf * 0 would be NaN: a tensor without elements has the norm 0.
+        counts = [max(1, x.numel()) ** power for x in tensors]
+        limits = torch.stack([as_wide(limit, wide_dtype(device), device) * n for n in counts])
+    coefficients = coefficient_of(measured, as_wide(limits if power else limit, dtype, device))
+    each_of = coefficients.unbind() if each else [coefficients] * len(tensors)
+    return [product_of(x, c) for x, c in zip(tensors, each_of, strict=True)], measured
+
+
+def norms_of(tensors: Sequence[Tensor], norm_type: float, *, each: bool) -> Tensor:
+    """The norm of all tensors, 0-d, or of each, 1-d; inf beyond the range of the result's dtype."""
+    device = tensors[0].device
+    if norm_type == 2 and all(map(_has_exact_squares, tensors)):
+        # One root for all has a third of the operators of a root for each.
+        squares = torch.stack([_wide_of(x).square().sum().to(device) for x in tensors])
+        norms = _power(squares if each else squares.sum(), 0.5)
+    else:
+        norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])
+        norms = norms if each else norm_of(norms, norm_type)
+    return within(norms, result_dtype(tensors))
 
 
 def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> Tensor:
     """The p-norm of a tensor in the wide dtype: 0-d, or over `dim`, whose sizes become 1."""
     if dim is None:
         return norm_of(x.reshape(-1), norm_type, (0,)).reshape(())
-    real, over = x, dim
-    if x.is_complex():
-        real, over = torch.view_as_real(x.resolve_conj()), (*dim, x.dim())
-    real = real.to(wide_dtype(x.device))
-    if x.numel() == 0:
+    real, over = _wide_of(x), (*dim, x.dim()) if x.is_complex() else dim
+    if not x.numel():
         norm = real.sum(over, keepdim=True)
-    elif norm_type == 2 and real.dtype == torch.float64 and x.dtype not in WIDE:
-        # Squares of narrower dtypes neither overflow nor vanish in float64.
+    elif norm_type == 2 and _has_exact_squares(x):
         norm = _norm_of_real(real, norm_type, over, is_complex=x.is_complex())
     else:
         # The norm does not depend on the factor that is taken out, which needs no derivative. For
@@ -42,9 +77,7 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
             largest = real.abs().amax(over, keepdim=True)
             scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         norm = scale * _norm_of_real(real / scale, norm_type, over, is_complex=x.is_complex())
-    if not x.is_complex():
-        return norm
-    return norm.squeeze(-1)
+    return norm.squeeze(-1) if x.is_complex() else norm
 
 
 def _norm_of_real(
@@ -70,25 +103,9 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     return torch.where(is_zero, 0.0, base.sqrt() if exponent == 0.5 else base.pow(exponent))
 
 
-def norm_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm over all tensors, 0-d in the wide dtype; inf beyond the range of the result's."""
-    device = tensors[0].device
-    norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])
-    return within(norm_of(norms, norm_type), dtype)
-
-
 def within(norm: Tensor, dtype: torch.dtype) -> Tensor:
     """A norm, or inf where it is beyond the range of a dtype."""
     return torch.where(norm > torch.finfo(dtype).max, math.inf, norm)
-
-
-def slope_of(x: Tensor, norm: Tensor, grad: Tensor) -> Tensor:
-    """The derivative of a 2-norm, times `grad`: grad * x / norm, but 0 where the norm is 0."""
-    norm, grad = norm.to(x.device), grad.to(x.device)
-    wide = torch.complex128 if x.is_complex() else wide_dtype(x.device)
-    is_zero = norm == 0
-    unit = x.to(wide) / torch.where(is_zero, 1.0, norm)
-    return (torch.where(is_zero, 0.0, grad) * unit).to(x.dtype)
 
 
 def coefficient_of(norm: Tensor, limit: Tensor) -> Tensor:
@@ -100,18 +117,17 @@ def coefficient_of(norm: Tensor, limit: Tensor) -> Tensor:
     return torch.where(is_at_limit, (1 + ratio) / 2, ratio)
 
 
-def slope_of_coefficient(norm: Tensor, limit: Tensor) -> Tensor:
-    """The derivative of `coefficient_of` in the norm."""
-    keeps = (norm < limit) | ((norm == math.inf) & (limit == math.inf)) | (norm == 0)
-    divisor = torch.where(keeps, 1.0, norm)
-    slope = torch.where(keeps, 0.0, -limit / divisor / divisor)
-    return torch.where(norm == limit, slope / 2, slope)
-
-
-def inner_product(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of products, of complex numbers as pairs, 0-d in the wide dtype."""
-    wide = wide_dtype(x.device)
-    return (real_of(x).to(wide) * real_of(y).to(wide)).sum()
+def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
+    """A tensor times a coefficient, 0-d or of as many dimensions, rounded once."""
+    if not x.numel():
+        # torch has no derivative of pairs without elements.
+        return x.clone()
+    real, factor = real_of(x), coefficient.to(x.device, wide_dtype(x.device))
+    if x.is_complex() or not factor.dim():
+        factor = factor.unsqueeze(-1)
+    # A factor with a dimension makes the product wide, and autograd keeps no wide copy of x.
+    product = (real * factor).to(real.dtype).reshape(real.shape)
+    return torch.view_as_complex(product) if x.is_complex() else product
 
 
 def real_of(x: Tensor) -> Tensor:
@@ -119,13 +135,30 @@ def real_of(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
-    """A tensor times a coefficient of its arithmetic, float32 or float64, rounded once."""
-    if x.is_complex():
-        return torch.view_as_complex(product_of(real_of(x), coefficient))
-    narrow, wide = arithmetic_of(x.dtype), wide_dtype(x.device)
-    exact = coefficient.to(x.device, wide)
-    # Rounded without a cast, in which a derivative might overflow.
-    rounded = exact + (exact.detach().to(narrow).to(wide) - exact.detach())
-    # Of float32, a product in float64 is exact.
-    return (x.to(wide) * rounded).to(narrow).to(x.dtype)
+def _wide_of(x: Tensor) -> Tensor:
+    """A tensor in the wide dtype; complex numbers as pairs."""
+    if x.is_complex() and not x.numel():
+        # torch has no derivative of pairs without elements.
+        x = x.detach()
+    return real_of(x).to(wide_dtype(x.device))
+
+
+def _has_exact_squares(x: Tensor) -> bool:
+    """Whether squares in the wide dtype neither overflow nor vanish."""
+    return x.dtype not in WIDE and wide_dtype(x.device) == torch.float64
+
+
+def as_wide(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number or a tensor, rounded to a dtype, in the wide dtype of a device."""
+    wide = wide_dtype(device)
+    if not isinstance(number, Tensor):
+        number = filled(number, wide, device)
+    return number.to(device, dtype).to(wide)
+
+
+def filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor; one that changes becomes an input of a traced graph."""
+    if is_traced():
+        # torch.compile makes a graph for each value, unless it is the factor of a tensor.
+        return torch.ones((), dtype=dtype, device=device) * number
+    return torch.full((), number, dtype=dtype, device=device)

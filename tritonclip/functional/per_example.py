@@ -19,13 +19,9 @@ from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.checks import check_policy
 from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
-from tritonclip.functional.coefficients import (
-    as_limit_or_tensor,
-    coefficient_over,
-    filled,
-    one_element,
-)
-from tritonclip.functional.norms import is_readable, needs_grad, norms_of_rows
+from tritonclip.functional.evaluation import is_readable, is_recorded, norms_of_rows
+from tritonclip.functional.formulas import filled
+from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over
 from tritonclip.functional.trees import Tree
 from tritonclip.messages import join_names
 
@@ -157,7 +153,7 @@ def clip_per_example(
     limit = _limit_of(max_norm, normalize=normalize)
     _check_options(reduce, nonfinite, n)
     read = is_readable(tensors)
-    fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
+    fast = not is_recorded([*tensors, limit] if isinstance(limit, Tensor) else tensors)
 
     dtype = result_dtype(tensors)
     batches = [_Batch(x, n, fast=fast) for x in tensors]
@@ -351,7 +347,6 @@ def _check_options(reduce: object, nonfinite: object, n: int) -> None:
 def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
     limit, is_known = as_limit_or_tensor("max_norm", max_norm), True
     if isinstance(limit, Tensor):
-        limit = one_element("max_norm", limit)
         is_known = is_readable([limit]) and choose.host_decides(limit.device)
     if normalize and is_known and limit == math.inf:
         raise ValueError("max_norm must be finite with normalize=True, got inf")
