@@ -87,6 +87,30 @@ def test_a_log_of_few_calls_says_so():
     assert "too few calls to compare" in log.report(Counter(), failed=False)
 
 
+def test_calls_of_threads_that_overlap_take_no_time_away():
+    log = CallLog(compares=True)
+    call = Call("clip_grad_norm_", print, abs, {"parameters": parameters([torch.ones(3)])})
+    log(call)
+    # Another one leaves a call after this one arrives.
+    log._left += 10**12
+    log(call)
+    assert log._outside >= 0
+
+
+def test_arguments_that_cannot_be_logged_are_torchs_to_refuse():
+    log = CallLog(compares=True)
+    params = parameters([torch.ones(3)])
+
+    def said() -> str:
+        with pytest.raises(TypeError) as error:
+            torch.nn.utils.clip_grad_norm_(params, 1.0, [2.0])  # type: ignore[arg-type]
+        return str(error.value)
+
+    expected = said()
+    with TorchPatch(None, log):
+        assert said() == expected
+
+
 def test_without_comparing_calls_are_counted_only():
     log = CallLog(compares=False)
     with TorchPatch(None, log):

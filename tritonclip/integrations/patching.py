@@ -242,11 +242,11 @@ def _clip_of(name: str) -> Callable[..., Any]:
         function, done, observer = ours, None, None
         for patch in _patches:
             observer = patch.observer or observer
-        if observer is not None:
-            call = Call(name, ours, original, dict(zip(names, args, strict=False)) | kwargs)
-            function, done = observer(call)
         refusal = None
         try:
+            if observer is not None:
+                call = Call(name, ours, original, dict(zip(names, args, strict=False)) | kwargs)
+                function, done = observer(call)
             result = function(*args, **kwargs)
         except _REFUSALS as error:
             if function is original:
