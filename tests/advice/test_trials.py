@@ -318,7 +318,7 @@ def test_frozen_parameters_may_be_shared():
         ({"limits": [1.0, -1.0]}, ValueError, "above 0"),
         ({"limits": [1.0, math.nan]}, ValueError, "limits"),
         ({"limits": [1.0, "2"]}, TypeError, "limits[1]"),
-        ({"rules": [1.0]}, TypeError, "[ClipByQuantile(0.9)]"),
+        ({"rules": [1.0]}, TypeError, "[ClipByQuantile(0.9, max_norm=1.0)]"),
         ({"steps": 0}, ValueError, "steps must be"),
         ({"seeds": 0}, ValueError, "seeds must be"),
         ({"seeds": [1, 1]}, ValueError, "different numbers"),

@@ -357,7 +357,7 @@ def find_max_norm(
             clipping. After `steps` losses the generator is closed, unless it ends there by itself
             and returns a loss, such as that of held-out data: this one judges the trial then.
         limits: to try; None for those around the median of the first norms.
-        rules: that compete with limits, such as ``[ClipByQuantile(0.9)]``.
+        rules: that compete with limits, such as ``[ClipByQuantile(0.9, max_norm=1.0)]``.
         steps: of a trial: enough to see whether training goes well.
         seeds: how many, or a list.
         progress: called with the steps so far and the most there will be, first before any step.
@@ -463,7 +463,9 @@ def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
     """Limits from large to small, and rules."""
     rules = [*dict.fromkeys(rules)]
     if not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(f"rules must be rules, as in [ClipByQuantile(0.9)], got {rules!r:.80}")
+        raise TypeError(
+            f"rules must be rules, as in [ClipByQuantile(0.9, max_norm=1.0)], got {rules!r:.80}"
+        )
     if limits is None:
         return [], rules
     limits = list(limits)
