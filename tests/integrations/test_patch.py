@@ -208,6 +208,15 @@ def test_code_that_was_kept_while_patched_is_torchs_again():
     assert not clip_by(lambda params: kept(params, 1.0))
 
 
+def test_a_program_may_empty_the_modules_that_are_imported(monkeypatch):
+    with tritonclip.patch_torch():
+        for name in [name for name in sys.modules if name.startswith("tritonclip")]:
+            monkeypatch.delitem(sys.modules, name)
+        assert is_patched()
+        monkeypatch.undo()
+    assert_torchs_own()
+
+
 def test_a_call_during_which_the_patch_ends_is_served():
     def removing(params):
         tritonclip.patch_torch().remove()

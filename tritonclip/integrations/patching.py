@@ -38,9 +38,8 @@ Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | No
 _lock = threading.RLock()
 # Replaced, never changed: calls read it without the lock.
 _patches: tuple[TorchPatch, ...] = ()
-# Made once: torch's functions, their code without and with a patch, and what the latter calls.
+# Made once: torch's functions, their code, and the code of each with a patch.
 _functions: list[tuple[FunctionType, CodeType, CodeType]] = []
-_clips: dict[str, Callable[..., Any]] = {}
 
 
 def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
@@ -165,7 +164,6 @@ def _activate(patches: tuple[TorchPatch, ...]) -> None:
     global _patches
     with _lock:
         if not _functions:
-            _clips.update({name: _clip_of(name) for name in torchs})
             # Of all functions or of none.
             _functions[:] = [_codes_of(name) for name in torchs]
         before = _patches
@@ -196,13 +194,17 @@ def _exchange(*, active: bool) -> None:
         function.__code__ = our_code if active else code
 
 
-# Code has as many free variables as the code that it takes the place of, and torch's globals. An
-# import in this form takes a third of the time of others.
+# Code has as many free variables as the code that it takes the place of, and torch's globals. Our
+# function is one of its constants, which a program that empties sys.modules does not reach.
+# torch.compile cannot read such a constant, and traces torch's function.
 _CODE = """
 def outer({free}):
     def {name}(*args, **kwargs):
-        import tritonclip.integrations.patching as patching
-        return patching._clips["{name}"](*args, **kwargs)
+        if torch.compiler.is_compiling():
+            import tritonclip.torch_compat as torch_compat
+            return torch_compat.originals["{name}"](*args, **kwargs)
+        clip = "clip"
+        return clip(*args, **kwargs)
         {free}
     return {name}.__code__
 """
@@ -215,7 +217,9 @@ def _codes_of(name: str) -> tuple[FunctionType, CodeType, CodeType]:
     scope: dict[str, Any] = {}
     text = _CODE.format(name=name, free=", ".join(free))
     exec(compile(text, "<tritonclip.patch_torch>", "exec"), scope)
-    return function, function.__code__, scope["outer"](*free)
+    code, clip = scope["outer"](*free), _clip_of(name)
+    consts = tuple(clip if const == "clip" else const for const in code.co_consts)
+    return function, function.__code__, code.replace(co_consts=consts)
 
 
 def _clip_of(name: str) -> Callable[..., Any]:
@@ -227,10 +231,9 @@ def _clip_of(name: str) -> Callable[..., Any]:
     records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # A graph that is made here outlives the patch, and what runs in it is refused too late. So
-        # does code that something copied; and torch refuses arguments that only ours takes.
-        is_ours = _patches and known.issuperset(kwargs)
-        if not is_ours or torch.compiler.is_compiling() or is_observed():
+        # Code that something copied outlives the patch, and so does a graph that is made here; and
+        # torch refuses arguments that only ours takes.
+        if not _patches or not known.issuperset(kwargs) or is_observed():
             return original(*args, **kwargs)
         # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
         # as it is, since both warn of it.
