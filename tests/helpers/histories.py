@@ -106,7 +106,7 @@ def own_history(
         found = []
         for i, norm in zip(places or range(len(norms)), norms, strict=True):
             warm = counts[i] >= warmup
-            together = norm * (max_norm / total) if total else math.inf
+            together = norm * (max_norm / total) if total else 0.0
             # inf / inf says nothing: of an inf, any finite limit leaves 0.
             together = max_norm if norm == math.inf else together
             limit = min(ratio * averages[i], max_norm) if warm else together
