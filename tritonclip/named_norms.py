@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -156,6 +156,8 @@ def _zeros_in(parameters: list[Tensor], norm: Tensor) -> Tensor:
 class NamedNorms:
     """The gradients whose norms have names; arguments as for :func:`norms_by_name`.
 
+    `names` are those of parameters that are given without.
+
     Raises as :func:`clip_`; later, in `measure`, where other processes wait for the norms.
 
     Attributes:
@@ -164,12 +166,18 @@ class NamedNorms:
     """
 
     def __init__(
-        self, parameters: Parameters, group_of: Callable[[str], str] | None = None
+        self,
+        parameters: Parameters,
+        group_of: Callable[[str], str] | None = None,
+        *,
+        names: Sequence[str] | None = None,
     ) -> None:
         # By parameter, so that a group counts one that has two names in it once; None where every
         # name has one gradient, in order.
         self._members: dict[str, dict[int, Tensor]] | None = None
         items, label_of = labelled(parameters)
+        if names is not None:
+            label_of = names.__getitem__
         self.gradients = collect(items, label_of)
         positions = self.gradients.positions()
         if positions is None and group_of is None:

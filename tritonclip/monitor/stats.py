@@ -147,12 +147,12 @@ class StepCounts:
     @outside_inference
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
-        counts = self.read()
         if choose.host_decides(device):
-            self.numbers = counts.tolist()
+            if self.numbers is None:
+                self.numbers = self._counts.tolist()
             return
         # Never an inference tensor, which no later step could add to.
-        self._counts, self.numbers = counts.to(device, copy=True), None
+        self._counts, self.numbers = self.read().to(device, copy=True), None
         self._may_have_skipped = True
         self._bounds = torch.tensor(_BOUNDS, dtype=torch.float32, device=device)
         self._skipped, self._overflowed, self._unmeasured = (

@@ -54,7 +54,6 @@ class ClipGroup:
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the 2-norm, where `norms` are of another order; those of
             each gradient.
-        is_recorded: a recorder takes the 2-norm of each gradient.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
@@ -64,7 +63,6 @@ class ClipGroup:
     unclipped: bool = False
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
-    is_recorded: bool = False
     bound_rule: BoundRule | None = None
 
     @property
@@ -85,17 +83,12 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    @property
-    def recorded(self) -> Norms | None:
-        """The norm of each gradient that a recorder takes, if it is measured."""
-        return self.others.get(EACH_NORM)
-
     def keep(self, norm: Norm, norms: Norms, *, of_rule: bool) -> None:
         """Keeps norms that were measured, for the rule or for other readers."""
         if of_rule:
             self.norms = norms
-        if not of_rule or (self.is_recorded and norm.order == 2.0 and norm.each):
-            self.others[norm._replace(by_unit=False)] = norms
+        else:
+            self.others[norm] = norms
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
@@ -147,6 +140,16 @@ class Grouping:
                 device: torch.device = parameter.device
                 return device
         return torch.device("cpu")
+
+    def names(self) -> list[str]:
+        """The names of all parameters, in order."""
+        names: list[str] = []
+        for index, group in enumerate(self.groups):
+            given, n = group.get("param_names", ()), len(group["params"])
+            if len(given) != n:
+                given = [label_of_member(self.groups, index, i) for i in range(n)]
+            names += given
+        return names
 
     def read_rules(self) -> None:
         """Reads the rules of the parameter groups; raises as `rules_of` does."""
@@ -258,12 +261,6 @@ class NormRequest(NamedTuple):
         return f"{self.group.owner}: {what} of order {self.norm.order}, {reader}"
 
 
-def recorded_requests(group: ClipGroup) -> list[NormRequest]:
-    """The norm of each gradient, where a recorder takes it and the rule does not measure it."""
-    is_measured = group.rule.norm_type == 2.0 and group.rule.per_gradient
-    return [NormRequest(group, EACH_NORM)] if group.is_recorded and not is_measured else []
-
-
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
     """Measures norms; of gradients that a process refuses, those that other processes wait for."""
     for group, norm, of_rule in requests:
@@ -314,9 +311,9 @@ def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
-    if not (TWO_NORM in group.others or EACH_NORM in group.others):
+    if TWO_NORM not in group.others:
         measure_requests([NormRequest(group, TWO_NORM)], grad_scale)
-    return group.others.get(TWO_NORM) or group.others[EACH_NORM]
+    return group.others[TWO_NORM]
 
 
 def _norm_of(norms: Tensor) -> Tensor:

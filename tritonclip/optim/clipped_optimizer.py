@@ -48,7 +48,7 @@ from tritonclip.optim.param_groups import (
 from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
-from tritonclip.optim.step_record import ParameterNames, StepRecord
+from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import check_optimizer, of_rule
 from tritonclip.rules import Outlier, Rule, as_rule
@@ -273,7 +273,7 @@ class ClippedOptimizer(ScalerSide):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder, self._names = as_recorder(recorder), ParameterNames()
+        self._recorder = as_recorder(recorder)
 
     @torch.compiler.disable(recursive=False)
     def step(
@@ -447,7 +447,7 @@ class ClippedOptimizer(ScalerSide):
                 RuntimeWarning,
             )
         if recorder is not None and is_recorded:
-            record = StepRecord(recorder, clip_groups, grouping, self._names)
+            record = StepRecord(recorder, grouping)
             refusal = refusal or record.refusal
         step = Step(
             clip_groups,

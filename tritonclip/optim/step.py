@@ -30,13 +30,13 @@ from tritonclip.engine.execute import limit_of
 from tritonclip.engine.norms import measure
 from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
+    EACH_NORM,
     TWO_NORM,
     UNBOUNDED,
     ClipGroup,
     NormRequest,
     global_norm_of,
     measure_requests,
-    recorded_requests,
 )
 from tritonclip.optim.outliers import Judgement
 from tritonclip.optim.param_groups import Groups
@@ -116,11 +116,7 @@ class Step:
             group.norms = measure(group.gradients, norm, scale)
             if rule.known_limit is None and (check_finite or self.is_scaled):
                 self._limited = groups if has_user_limit(rule) else ()
-            if group.is_recorded:
-                group.keep(norm, group.norms, of_rule=True)
         if record is not None:
-            if group.is_recorded:
-                measure_requests(recorded_requests(group), self.grad_scale)
             record.measure(groups, self.grad_scale)
 
     def _measure_all(
@@ -165,17 +161,13 @@ class Step:
             is_measured = self.check_finite or self.policy.zeroes or not rule.clamps
             if is_measured:
                 found.append(NormRequest(group, rule.norm, of_rule=True))
-            if group.is_recorded:
-                found += recorded_requests(group)
-            elif (
+            if (
                 reads_two_norm
                 and not group.unclipped
                 and not (is_measured and rule.norm_type == 2.0)
             ):
                 found.append(NormRequest(group, TWO_NORM))
-        for group in recorded:
-            found += recorded_requests(group)
-        return found
+        return found + [NormRequest(group, EACH_NORM) for group in recorded]
 
     def _verify_agreement(
         self, needed: Sequence[NormRequest], error: Exception | None, processes: Processes | None
