@@ -248,6 +248,13 @@ def test_known_norm_is_used_and_returned(device):
         assert float(norm) == 10.0
 
 
+@pytest.mark.parametrize(("limit", "coefficient"), [(0.0, 0.0), (1e-44, 1.0), (1.0, 1.0)])
+def test_known_norm_of_zero_clips_to_a_limit_of_zero_alone(device, limit, coefficient):
+    x, known = torch.ones(3, device=device), torch.zeros((), device=device)
+    (y,), _ = functional.clip_by_global_norm([x], torch.tensor(limit, device=device), known)
+    assert_bits([y], [x * coefficient])
+
+
 @in_processes(2)
 def test_known_norm_may_be_that_of_distributed_tensors():
     known = tritonclip.get_total_norm([parameter((8, 3), mesh_of(-1), [Shard(0)]).grad])

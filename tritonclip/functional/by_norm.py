@@ -182,10 +182,9 @@ def _clip_slices(
     coefficient = coefficient_over(formulas.within(norms, dtype), limit, dtype)
     if recorded:
         return formulas.product_of(x, coefficient)
-    real = formulas.real_of(x)
-    factor = (coefficient.unsqueeze(-1) if x.is_complex() else coefficient).to(
-        arithmetic_of(real.dtype)
-    )
+    real, factor = formulas.real_of(x), coefficient.to(arithmetic_of(x.dtype.to_real()))
+    if x.is_complex():
+        factor = factor.unsqueeze(-1)
     # With `out`, half types are multiplied in float32.
     product = torch.mul(real, factor, out=torch.empty_like(real))
     return torch.view_as_complex(product) if x.is_complex() else product
