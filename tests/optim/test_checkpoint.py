@@ -23,6 +23,7 @@ from helpers.cases import assert_bits, grad_of, normal
 from helpers.optimizers import torch_saved
 from helpers.training import state_of, unchanged
 from tritonclip import (
+    AdaptiveRule,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
@@ -452,6 +453,16 @@ def test_checkpoint_before_the_first_step_leaves_a_bare_optimizer_without_state(
     bare.load_state_dict(torch_saved(optimizer.state_dict(), weights_only=True))
     assert not bare.state
     train(model, bare, range(2))
+
+
+def test_rule_without_a_start_is_no_reason_not_to_save():
+    class Unfinished(AdaptiveRule):
+        pass
+
+    optimizer = program(AdamW)[1]
+    optimizer.clip = Unfinished()
+    memory = optimizer.state_dict()["tritonclip"]["memory"]
+    assert memory["rule"]["values"] is None
 
 
 @FLATTEN

@@ -22,6 +22,7 @@ from tritonclip.engine.arguments import FSDP_MARK
 from tritonclip.optim.param_groups import Groups
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import RULE_CLASSES
+from tritonclip.rules.state import dtype_on
 
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
@@ -50,7 +51,7 @@ def drop_loaded_(optimizer: Optimizer) -> None:
         if group.get("clip") == _NOT_SAVED:
             del group["clip"]
     for entry in optimizer.state.values():
-        for name in [name for name in entry if str(name).startswith(_PREFIX)]:
+        for name in _names_in(entry):
             del entry[name]
 
 
@@ -155,20 +156,20 @@ def with_part(
         device = parameters[keys.index(holder)].device
         for saved in many.values():
             # Where torch looks for all tensors of a whole state. The same object, saved once.
-            saved["values"] = saved["values"].to(device)
+            if device.type != "meta":
+                saved["values"] = saved["values"].to(device, dtype_on(device))
         if not part["has_state"]:
             # torch misses parameters without an entry where another has one.
             state = {key: {} for key in keys}
         names = {f"{_PREFIX}{owner}": saved["values"] for owner, saved in many.items()}
         state = {**state, holder: {**state[holder], **names}}
-    small = dict(part)
-    if memory:
-        small["memory"] = {
-            owner: {**saved, "values": None if saved["steps"] == 0 else IN_STATE}
-            if owner in many and (holder is not None or saved["steps"] == 0)
-            else saved
-            for owner, saved in memory.items()
-        }
+    small = {**part, "memory": dict(memory)}
+    for owner, saved in many.items():
+        if not saved["steps"]:
+            # Those with which the rule starts.
+            small["memory"][owner] = {**saved, "values": None}
+        elif holder is not None:
+            small["memory"][owner] = {**saved, "values": IN_STATE}
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
     # The same objects in all groups, which pickle writes once.
     added = {STATS_KEY: json.dumps(small, default=_as_numbers).encode(), "clip": _NOT_SAVED}
@@ -193,9 +194,7 @@ def is_unflattening() -> bool:
     for _ in range(4):
         if frame.f_code.co_name == "_unflatten_optim_state_dict":
             return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+        frame = frame.f_back or frame
     return False
 
 
@@ -235,23 +234,20 @@ def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 def _split_state(state: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
     """The state of a checkpoint without the numbers of rules, and these by the names of rules."""
-    many = {
-        name.removeprefix(_PREFIX): number
-        for entry in state.values()
-        if isinstance(entry, dict)
-        for name, number in entry.items()
-        if isinstance(name, str) and name.startswith(_PREFIX)
-    }
-    if not many:
-        return state, many
-    own = {
-        key: {k: v for k, v in entry.items() if not str(k).startswith(_PREFIX)}
-        if isinstance(entry, dict)
-        else entry
-        for key, entry in state.items()
-    }
+    own, many = dict(state), dict[str, Any]()
+    for key, entry in state.items():
+        if names := _names_in(entry):
+            own[key] = {name: value for name, value in entry.items() if name not in names}
+            many |= {name.removeprefix(_PREFIX): entry[name] for name in names}
     # All are empty where the optimizer keeps none.
-    return own if any(own.values()) else {}, many
+    return own if not many or any(own.values()) else {}, many
+
+
+def _names_in(entry: Any) -> list[str]:
+    """The names of the numbers of rules in the state of a parameter."""
+    if not isinstance(entry, dict):
+        return []
+    return [name for name in entry if isinstance(name, str) and name.startswith(_PREFIX)]
 
 
 def refuse_missing(what: str) -> NoReturn:

@@ -176,7 +176,11 @@ def _n_parameters(groups: Groups) -> int:
 
 def _has_many(rule: Any, n_parameters: int) -> bool:
     """Whether a rule remembers so many numbers that they are a tensor in a checkpoint."""
-    return isinstance(rule, Adaptive) and math.prod(_shape_of(rule, n_parameters)) > _FEW
+    try:
+        return isinstance(rule, Adaptive) and math.prod(_shape_of(rule, n_parameters)) > _FEW
+    except Exception:
+        # A rule that no step could take is no reason not to save.
+        return False
 
 
 def _shape_of(rule: Any, n_parameters: int) -> tuple[int, ...]:

@@ -232,8 +232,7 @@ class ClipState:
             self.begin_as(rule)
             if values is not None and n != n_known and (n < n_known or not grows):
                 raise _other_list(n_known, n)
-        # Some devices have no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = dtype_on(device)
         if values is None or values.device != device or values.dtype != dtype or n_known < (n or 0):
             self._kind = kind_of(rule)
             start = upload(rule.start(), dtype, device)
@@ -309,6 +308,11 @@ def follow(rule: Rule, state: object) -> BoundRule:
             "the rule of its first call: make a new ClipState() for another rule"
         )
     return BoundRule(rule.at(state.steps), state)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The dtype of values; some devices have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @outside_inference
