@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,31 @@ def test_a_script_sees_what_python_shows_it(folder, target):
     assert "at the end 3" in plain.stdout
     assert done.stdout == plain.stdout
     assert done.returncode == plain.returncode == 1
+    assert plain.stderr in done.stderr
+
+
+@pytest.mark.parametrize("target", ["./package", "package.zip", "/dev/stdin"])
+def test_what_python_runs_beside_files_and_modules_is_run(folder, target):
+    """A folder and an archive with a __main__, and a pipe."""
+    if target == "/dev/stdin" and not Path(target).exists():
+        pytest.skip("no such file on this system")
+    text = (
+        "import sys\nprint(__name__, __package__, __file__, __spec__ and __spec__.name)\n"
+        "print(type(__loader__).__name__, sys.argv)\nimport helper; print(sys.path[0])\n"
+    )
+    (folder / "package" / "__main__.py").write_text(text)
+    (folder / "package" / "helper.py").write_text("print(__file__)")
+    shutil.make_archive("package", "zip", "package")
+    found = [
+        subprocess.run(
+            [sys.executable, *words, target, "a"], input=text, capture_output=True, text=True
+        )
+        for words in ([], ["-m", "tritonclip", "run"])
+    ]
+    plain, done = found
+    assert done.stdout == plain.stdout
+    assert "__main__" in plain.stdout
+    assert done.returncode == plain.returncode
     assert plain.stderr in done.stderr
 
 

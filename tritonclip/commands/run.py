@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -301,18 +301,36 @@ class Program(NamedTuple):
 
 
 def script(path: str) -> Program:
-    """A file, whose folder becomes `sys.path[0]`; ValueError where there is none."""
-    if not Path(path).is_file():
+    """A file, whose folder becomes `sys.path[0]`, or a folder or archive with a `__main__`.
+
+    ValueError where there is none.
+    """
+    # As Python does since 3.9: valid also where the script changes its folder.
+    file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
+    if (spec := PathFinder.find_spec("__main__", [file])) is not None:
+        _set_first_path(file)
+        return _of_spec(spec, path)
+    if Path(path).is_dir() or not Path(path).exists():
         raise ValueError(
             f"expected a script, got {path}; there is no such file in {Path.cwd()}. A module is "
             "run by -m NAME"
         )
     _set_first_path(str(Path(path).resolve().parent))
-    # As Python does since 3.9: valid also where the script changes its folder.
-    file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
     loader = SourceFileLoader("__main__", file)
     attributes = {"__file__": file, "__cached__": None, "__loader__": loader}
     return Program(lambda: loader.source_to_code(loader.get_data(file), file), attributes, path)
+
+
+def _of_spec(spec: ModuleSpec, name: str) -> Program:
+    loader: Any = spec.loader
+    attributes = {
+        "__spec__": spec,
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__loader__": loader,
+        "__package__": spec.parent,
+    }
+    return Program(lambda: loader.get_code(spec.name), attributes, name)
 
 
 def module(name: str) -> Program:
@@ -332,17 +350,9 @@ def module(name: str) -> Program:
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None
-    loader: Any = spec and spec.loader
-    if spec is None or not hasattr(loader, "get_code"):
+    if spec is None or not hasattr(spec.loader, "get_code"):
         raise ValueError(f"expected a module that can be run, got {name}; no Python code is there")
-    attributes = {
-        "__spec__": spec,
-        "__file__": spec.origin,
-        "__cached__": spec.cached,
-        "__loader__": loader,
-        "__package__": spec.parent,
-    }
-    return Program(lambda: loader.get_code(spec.name), attributes, str(spec.origin))
+    return _of_spec(spec, str(spec.origin))
 
 
 def _set_first_path(folder: str) -> None:
