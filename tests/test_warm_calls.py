@@ -61,7 +61,7 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("global norm", 12, 8),
         ("each norm", 15, 9),
         ("value", 12, 8),
-        ("step", 31, 12),
+        ("step", 30, 12),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):

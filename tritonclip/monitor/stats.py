@@ -73,6 +73,8 @@ class StepCounts:
     waits for it, and every replay of a captured CUDA graph adds to it.
     """
 
+    _counts: Tensor
+
     def __init__(self, device: torch.device) -> None:
         # In the order of COUNTS; None where a tensor has them.
         self.numbers: list[int] | None = [0] * len(COUNTS)
@@ -105,8 +107,9 @@ class StepCounts:
             if coefficients:
                 # NaN is not below.
                 numbers[1] += 1
-                numbers[2] += True in [c < 1 for c in coefficients]
-                numbers[3] += True in [c < BARELY for c in coefficients]
+                if True in [c < 1 for c in coefficients]:
+                    numbers[2] += 1
+                    numbers[3] += True in [c < BARELY for c in coefficients]
 
     def _add_on_device(self, coefficients: Sequence[float | Tensor], verdict: Verdict) -> None:
         """As `add`, by operators."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -166,22 +167,19 @@ class Grouping:
         spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)
 
-    def refresh(self) -> Exception | None:
-        """Reads rules that changed; the error of a step that has to be refused."""
-        if self._own_rules or any("clip" in group for group in self._optimizer.param_groups):
-            try:
-                self.read_rules()
-            except (TypeError, ValueError) as error:
-                return error
-        return None
-
-    def divide(self, *, covers_all: bool) -> list[ClipGroup]:
+    def divide(self, *, covers_all: bool) -> tuple[list[ClipGroup], Exception | None]:
         """The clip groups: of the optimizer's rule, then of each group with a rule of its own.
 
-        If it `covers_all`, gradients without a rule are the last.
+        If it `covers_all`, gradients without a rule are the last. The error is that of a group
+        whose rule is none: rules are those of before, and the step has to be refused.
         """
+        groups, processes, refusal = self._optimizer.param_groups, self.processes, None
+        if self._own_rules or True in ["clip" in group for group in groups]:
+            try:
+                self._own_rules = rules_of(groups)
+            except (TypeError, ValueError) as error:
+                refusal = error
         own_rules = self._own_rules
-        groups, processes = self._optimizer.param_groups, self.processes
         if covers_all or own_rules:
             processes = _with_meshes(processes, groups)
         common: list[int] = []
@@ -201,12 +199,12 @@ class Grouping:
             if n_clipped < sum([len(group["params"]) for group in groups]):
                 unclipped = [*dict.fromkeys(unclipped + unclipped_in(groups))]
             clip_groups += self._unclipped(unclipped, processes)
-        return clip_groups
+        return clip_groups, refusal
 
     def _collect(self, indices: Sequence[int], processes: Processes | None) -> Gradients:
         """The gradients of whole parameter groups, less those that need no clipping."""
         groups = self._optimizer.param_groups
-        parameters = [p for index in indices for p in groups[index]["params"]]
+        parameters = list(chain.from_iterable([groups[index]["params"] for index in indices]))
 
         def label_of(position: int) -> str:
             for index in indices:

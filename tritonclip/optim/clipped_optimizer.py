@@ -433,11 +433,12 @@ class ClippedOptimizer(ScalerSide):
             self.stats.move_(device)
         if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
-        refusal = refusal or grouping.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._scaler.found_inf
         check_finite = check_finite or policy.checks
-        clip_groups = grouping.divide(covers_all=check_finite or grad_scale is not None)
+        covers_all = check_finite or grad_scale is not None
+        clip_groups, of_rules = grouping.divide(covers_all=covers_all)
+        refusal = refusal or of_rules
         record = None
         if recorder is not None and recorder.is_elsewhere:
             recorder = self.recorder = None
