@@ -2,7 +2,7 @@
 
 One call reads all leaves, a tensor or a list of tensors and None, makes new tensors and writes to
 them. It returns None for what it leaves to others: tensors off the CPU, of other dtypes, with gaps
-between elements, or in derivatives; limits that are no numbers.
+between elements, or in derivatives; limits that are no numbers on the CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def clamped(leaves: Any, low: object, high: object) -> Any:
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
     """New tensors, scaled to a limit of the norm of all, and that norm, or the one given."""
-    return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
+    if not serve():
+        return None
+    limit, norm = _number_of(limit), _number_of(norm)
+    return loops.clipped(leaves, torch.empty_like, limit, norm)  # type: ignore[no-any-return]
 
 
 def clipped_each(
@@ -69,7 +72,16 @@ def clipped_each(
     # The power is 0, 0.5 or 1.
     if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
         return None
+    limit = _number_of(limit)
     return loops.clipped_each(leaves, torch.empty_like, limit, norm_type, power)  # type: ignore[no-any-return]
+
+
+def _number_of(limit: object) -> object:
+    """A limit as a number, if it is a tensor that the host can read and nothing differentiates."""
+    if type(limit) is not Tensor or limit.dtype not in CODES or not limit.is_cpu:
+        return limit
+    is_recorded = limit.requires_grad and torch.is_grad_enabled()
+    return limit if is_recorded or limit.numel() != 1 else limit.item()
 
 
 def norm_of(leaves: Any) -> Tensor | None:
