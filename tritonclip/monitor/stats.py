@@ -275,9 +275,7 @@ class ClipStats:
 
         0-d, of the dtype of `last_norm`; the least one for a rule with several.
         """
-        last = as_tensor(self._coefficient, self.last_norm)
-        # A copy: steps that are not yet counted need the original.
-        return last.clone() if last is self._coefficient else last
+        return as_tensor(self._coefficient, self.last_norm)
 
     @property
     def last_limit(self) -> Tensor:
@@ -377,7 +375,7 @@ class ClipStats:
                 self.last_norm, self._coefficient, self._limit = norm, coefficient, limit
             else:
                 self.group_norms[owner] = norm
-                self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
+                self.group_coefficients[owner] = as_tensor(coefficient, norm)
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, verdict)
         known = self._counts.numbers
