@@ -406,7 +406,7 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
                     (marks[dtype],) = axes.plot(medians, ys, markersize=5, **form)
         panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
         by = BY[rows[0]["rule"]]
-        title = f"Clipping by {by}: how many times as fast as the best torch variant"
+        title = f"Clipping by {by}: speedup over the best torch variant"
         below = textwrap.fill(origin, 80)
         figure.supxlabel(f"marks: medians; lines: quartiles\n{below}", fontsize=8)
         handles = {one: marks[one] for one in COLOURS if one in marks} | {
