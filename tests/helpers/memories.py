@@ -75,7 +75,7 @@ def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None
 def values_of(saved: dict[str, Any]) -> Tensor | None:
     """The values in the result of `ClipState.state_dict`, as a tensor."""
     values = saved["values"]
-    return None if values is None else torch.tensor(values, dtype=torch.float64)
+    return None if values is None else torch.as_tensor(values, dtype=torch.float64).clone()
 
 
 def assert_remembers(rule: Any, before: Tensor | None, after: Tensor | None) -> None:

@@ -148,12 +148,11 @@ class _Mps(torch.Tensor):
 
 def test_skips_in_a_row_of_other_accelerators_are_read_so_many_steps_later():
     """Each is the count of its step, not of the step that reads it."""
-    watch = SkipWatch(3)
-    counts = [torch.tensor(n).as_subclass(_Mps) for n in range(1, 4 + DELAY_STEPS)]
-    for count in counts[:-1]:
-        watch.look(count, synced=False)
+    watch, in_a_row = SkipWatch(3), torch.zeros((), dtype=torch.int64).as_subclass(_Mps)
+    for _ in range(2 + DELAY_STEPS):
+        watch.look(in_a_row.add_(1), synced=False)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        watch.look(counts[-1], synced=False)
+        watch.look(in_a_row.add_(1), synced=False)
 
 
 class Late(SkipWatch):

@@ -275,7 +275,9 @@ class ClipStats:
 
         0-d, of the dtype of `last_norm`; the least one for a rule with several.
         """
-        return as_tensor(self._coefficient, self.last_norm)
+        last = as_tensor(self._coefficient, self.last_norm)
+        # A copy: steps that are not yet counted need the original.
+        return last.clone() if last is self._coefficient else last
 
     @property
     def last_limit(self) -> Tensor:
@@ -375,7 +377,7 @@ class ClipStats:
                 self.last_norm, self._coefficient, self._limit = norm, coefficient, limit
             else:
                 self.group_norms[owner] = norm
-                self.group_coefficients[owner] = as_tensor(coefficient, norm)
+                self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, verdict)
         known = self._counts.numbers

@@ -29,7 +29,8 @@ DELAY_STEPS = 8
 def sent(number: Tensor) -> Callable[[], int]:
     """Begins to copy a number from its device; the result waits for it."""
     if number.device.type != "cuda":
-        return partial(int, number)
+        # A count is added to later.
+        return partial(int, number.clone())
     copied, event = begin_copy(number)
 
     def read() -> int:
