@@ -67,7 +67,9 @@ def assert_near(grad: Tensor, truth: np.ndarray, *, double: bool) -> None:
 def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None]:
     """Copies of the norms that are remembered for an arena, by owner: "rule" and "outliers"."""
     if isinstance(arena, OptimizerArena):
-        memory = arena.optimizer.state_dict()["tritonclip"].get("memory", {})
+        # A checkpoint would also have the numbers that a rule starts with.
+        optimizer = arena.optimizer
+        memory = optimizer._states.state_dict(optimizer.param_groups)
         return {owner: values_of(saved) for owner, saved in memory.items()}
     return {"rule": None if state is None else values_of(state.state_dict())}
 
@@ -75,7 +77,7 @@ def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None
 def values_of(saved: dict[str, Any]) -> Tensor | None:
     """The values in the result of `ClipState.state_dict`, as a tensor."""
     values = saved["values"]
-    return None if values is None else torch.as_tensor(values, dtype=torch.float64).clone()
+    return None if values is None else torch.tensor(values, dtype=torch.float64)
 
 
 def assert_remembers(rule: Any, before: Tensor | None, after: Tensor | None) -> None:
