@@ -85,16 +85,15 @@ def test_clip_launches_to_write_zeros(device, launches, rule, expected):
 
 
 @pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
-def test_norms_by_name_of_a_step_launch_twice(tmp_path, device, launches, rule, expected):
-    """What the rule measures for each gradient serves the recorder too."""
+def test_norms_by_name_of_a_step_take_another_reading(tmp_path, device, launches, rule, expected):
+    """Beside the norm that the rule measures, or the global norm that a row has."""
     params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
     sgd, path = torch.optim.SGD(params, lr=0.1), tmp_path / "run.csv"
     with tritonclip.record(path, each=True) as recorder:
         tritonclip.ClippedOptimizer(sgd, rule, recorder=recorder).step()
-    measured = ["norm_kernel"], ["scale_each_kernel"] * 2
-    if rule.norm_type == 2.0 and not rule.per_gradient:
-        measured = ["norm_kernel"] * 2, ["scale_kernel", "scale_each_kernel"]
-    assert names(launches) == [*measured[0], *measured[1], expected[-1]]
+    own = "scale_each_kernel" if rule.per_gradient else "scale_kernel"
+    each = ["norm_kernel", "scale_each_kernel"]
+    assert names(launches) == ["norm_kernel", own, *each, expected[-1]]
 
 
 def test_two_calls_launch_one_kernel_more_than_one(device, launches):
