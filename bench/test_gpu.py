@@ -200,7 +200,6 @@ def test_step(row: Any, feature: str) -> None:
     else:
         step = STEPS[feature](gradients.parameters)
     figures = host_us(step)
-    # With the launch for every 64 steps.
     n = timing.launches(lambda: [step() for _ in range(64)], CUDA) / 64
     row([figures["warm_us"]], launches=n, **figures)
 
