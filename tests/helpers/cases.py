@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
@@ -270,16 +269,3 @@ class NoHostRead(TorchDispatchMode):
         # Tables of bytes are uploaded from pinned memory.
         assert not given.get("pin_memory") or given["dtype"] == torch.uint8, name
         return func(*args, **given)
-
-
-class CalledFunctions(TorchFunctionMode):
-    """Lists the names of functions of torch that are called; attributes are no functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function.__name__ != "__get__":
-            self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))

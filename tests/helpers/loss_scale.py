@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from helpers import reference
 from helpers.cases import copies, normal
-from helpers.training import SHAPES, new_params
+from helpers.training import SHAPES
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 STEPS = 12
@@ -93,18 +93,6 @@ def assert_same_run(
     atol = max(1e-6, STEPS * update * 4 * 2**-23)
     for ours, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-6, atol=atol)
-
-
-def four_ways(make: Any) -> tuple[list[Tensor], ClippedOptimizer]:
-    """Parameters that share a norm, have need_clip = False, clip=None, and a rule of their own."""
-    params = new_params(((3,), (4,), (5,), (6,)))
-    params[1].need_clip = False  # type: ignore[attr-defined]
-    groups = [
-        {"params": params[:2]},
-        {"params": [params[2]], "clip": None},
-        {"params": [params[3]], "clip": ClipByNorm(0.25)},
-    ]
-    return params, ClippedOptimizer(make(groups), 1.0)
 
 
 def weight_under(scaler_type, **options):
