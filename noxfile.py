@@ -149,7 +149,7 @@ def take_away(room: str) -> None:
     for node in ast.walk(ast.parse(init.read_text())):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"tritonclip.{room}."):
             names |= {alias.name for alias in node.names}
-    drop_lines(init, rf'tritonclip\.{room}\b|import {room}$|"({"|".join(names)})"')
+    drop_lines(init, rf'tritonclip\.{room}\b|import {room}\b|"({"|".join(names)})"')
     for command in Path("tritonclip/commands").glob("*.py"):
         if command != line and f"tritonclip.{room}" in command.read_text():
             drop_lines(line, rf'^    "{command.stem}": ')

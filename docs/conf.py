@@ -8,6 +8,7 @@ from importlib.metadata import metadata
 from typing import Any
 
 import tritonclip
+from tritonclip import rules
 
 URLS = dict(one.split(", ") for one in metadata("tritonclip").get_all("Project-URL"))
 
@@ -76,6 +77,15 @@ autosummary_context = {
         "Rule": "limit",
     }
 }
+# The reference lists the rules by themselves: it shows this docstring.
+rules.__doc__ = """All rules:
+
+.. currentmodule:: tritonclip
+.. autosummary::
+   :toctree: api
+   :nosignatures:
+
+""" + "".join(f"   {name}\n" for name in rules.__all__ if name.startswith("ClipBy"))
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 # The trainers that tritonclip serves need not be installed.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritonclip import functional
+from tritonclip import functional as functional
+from tritonclip import rules
 from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
@@ -22,21 +23,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.functional.activations import clip_backward
 from tritonclip.hints import missing
 from tritonclip.messages import ClippingWarning
-from tritonclip.rules import (
-    AdaptiveRule,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByOwnHistory,
-    ClipByOwnQuantile,
-    ClipByQuantile,
-    ClipByRMS,
-    ClipByUnitNorm,
-    ClipByValue,
-    ClipByZScore,
-    ClipState,
-    Outlier,
-    Rule,
-)
+from tritonclip.rules import *  # noqa: F403
 from tritonclip.settings import use_backend, verify
 from tritonclip.torch_compat import (
     clip_grad_norm_,
@@ -57,23 +44,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveRule",
-    "ClipByGlobalNorm",
-    "ClipByNorm",
-    "ClipByOwnHistory",
-    "ClipByOwnQuantile",
-    "ClipByQuantile",
-    "ClipByRMS",
-    "ClipByUnitNorm",
-    "ClipByValue",
-    "ClipByZScore",
-    "ClipState",
     "ClippedOptimizer",
     "ClippingWarning",
     "FlatGradients",
     "GradScaler",
-    "Outlier",
-    "Rule",
     "VerificationError",
     "clip_",
     "clip_backward",
@@ -93,6 +67,7 @@ __all__ = [
     "use_backend",
     "verify",
 ]
+__all__ += rules.__all__
 
 # Imported on first use: excluding functions from torch.compile imports the compiler and Triton, as
 # every torch optimizer does when it is made.

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import tritonclip
 from helpers.cases import grad_of, normal, same_parameters
-from tritonclip import ClipByOwnHistory, ClipByOwnQuantile, ClipByQuantile, ClipByZScore, ClipState
+from tritonclip import ClipState
+from tritonclip.rules.rule import RULE_CLASSES, AdaptiveRule
 
 Limits = Callable[[float], float]
 
@@ -132,11 +133,12 @@ def own_quantile(q: float, window: int, max_norm: float = math.inf) -> Callable[
     return limits
 
 
+# Every adaptive rule of the library, with few steps, so that their ends are met.
+SHORT = {"quantile": 0.7, "window": 20, "warmup": 10}
 ADAPTIVE = [
-    pytest.param(ClipByQuantile(0.7, 20), id="quantile"),
-    pytest.param(ClipByZScore(warmup=10), id="zscore"),
-    pytest.param(ClipByOwnHistory(warmup=10), id="own-history"),
-    pytest.param(ClipByOwnQuantile(0.7, 20), id="own-quantile"),
+    pytest.param(kind(**{n: SHORT[n] for n, _ in kind.checks if n in SHORT}), id=kind.__name__)
+    for kind in RULE_CLASSES
+    if issubclass(kind, AdaptiveRule) and kind.__name__ in tritonclip.__all__
 ]
 
 

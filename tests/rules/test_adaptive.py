@@ -192,8 +192,7 @@ class CountedOperators(TorchDispatchMode):
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize(
     "rule",
-    [ClipByQuantile(), ClipByZScore(), ClipByOwnHistory(), ClipByOwnQuantile(), Outlier()],
-    ids=lambda rule: type(rule).__name__,
+    [*ADAPTIVE, pytest.param(Outlier(), id="Outlier")],
 )
 def test_a_step_takes_at_most_21_operators(rule, max_norm):
     """One more bounds a limit, and three ask whether the norm counts."""
@@ -204,7 +203,7 @@ def test_a_step_takes_at_most_21_operators(rule, max_norm):
     norm = torch.ones((3,) if state.dim() == 2 else (), dtype=torch.float64, device="meta")
     with CountedOperators() as alone:
         rule.advance(state, norm)
-    assert 10 < alone.n <= 21 + (max_norm is not None)
+    assert 0 < alone.n <= 21 + (max_norm is not None)
     with CountedOperators() as whole:
         advanced(rule, state, norm)
     assert whole.n == alone.n + 3
