@@ -405,6 +405,7 @@ POLICY = "nonfinite must be 'propagate', 'error', 'zero' or 'skip', got "
 SKIPS = "max_consecutive_skips"
 OPTIMIZERS: list[Refused] = [
     (ValueError, "skip_above must be 0 or more", *with_options("skip_above", -1.0, NAN)),
+    (ValueError, "skip_above must be over 0, got 0", *with_options("skip_above", 0, -0.0)),
     (TypeError, "skip_above must be a number .* an Outlier", *with_options("skip_above", "6 s")),
     (TypeError, "skip_above must be a number", *with_options("skip_above", EACH)),
     (TypeError, r"the class; write Outlier\(\)$", *with_options("skip_above", tritonclip.Outlier)),

@@ -38,7 +38,7 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
     if skip_above is None or isinstance(skip_above, Outlier):
         return skip_above
     try:
-        return as_limit("skip_above", skip_above)
+        bound = as_limit("skip_above", skip_above)
     except TypeError:
         remedy = ""
         if isinstance(skip_above, type) and issubclass(skip_above, Outlier):
@@ -47,6 +47,12 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
             "skip_above must be a number (the largest norm that is not skipped), an Outlier or "
             f"None, got {skip_above!r:.80}{remedy}"
         ) from None
+    if bound == 0:
+        raise ValueError(
+            "skip_above must be over 0, got 0, above which every norm lies, so that every step "
+            "would be skipped; expected None to skip none"
+        )
+    return bound
 
 
 def as_loss(
