@@ -63,6 +63,11 @@ def test_a_limit_of_0_is_said_once_at_each_line(call):
     assert warning.filename == __file__
 
 
+def test_a_limit_of_0_is_named_as_in_the_call():
+    with pytest.warns(tritonclip.ClippingWarning, match="^clip_value is 0, which"):
+        tritonclip.clip_grad_value_(MODEL, 0)
+
+
 def test_a_limit_of_0_of_a_group_is_said_once_and_that_of_a_schedule_never():
     # Another zero, as the rules of numbers are known once.
     known_rule.cache_clear()  # type: ignore[attr-defined]  # a cache

@@ -21,7 +21,13 @@ from tritonclip.engine.arguments import labelled, needs_clip, tensors_in
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
-from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float, local_number
+from tritonclip.rules.arguments import (
+    as_limit,
+    as_limit_or_schedule,
+    as_norm_type,
+    check_one_float,
+    local_number,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,7 +173,10 @@ def clip_grad_value_(
     """
     bound = clip_value if type(clip_value) is float else _as_float("clip_value", clip_value)
     bound = as_limit("clip_value", bound)
-    clip_gradients_(clip_, parameters, rule_of(ClipByValue, bound), "propagate")
+    if not bound:
+        # Warns by this name.
+        as_limit_or_schedule("clip_value", bound)
+    clip_gradients_(clip_, parameters, rule_of(ClipByValue, -bound, bound), "propagate")
 
 
 def get_total_norm(
