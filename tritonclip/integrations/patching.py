@@ -256,9 +256,16 @@ def _clip_of(name: str) -> Callable[..., Any]:
                 raise
             refusal = error
         if refusal is not None:
-            # Whatever refuses has changed nothing; where torch refuses too, its error is raised.
+            # Counted before torch's code, which may refuse the call, too.
+            reason = f"{name}: {refusal}"
+            for patch in _patches:
+                patch.served_by_torch[reason] += 1
+            # Whatever refuses has changed nothing.
             result = original(*args, **kwargs)
-            _count_refusal(f"{name}: {refusal}")
+            if all(patch.served_by_torch[reason] == 1 for patch in _patches):
+                warn_user(
+                    f"torch's own function serves this call, as tritonclip refuses it. {reason}"
+                )
         elif done is not None:
             done(result)
         if records:
@@ -268,11 +275,3 @@ def _clip_of(name: str) -> Callable[..., Any]:
         return result
 
     return clip
-
-
-def _count_refusal(reason: str) -> None:
-    """Counts a call that torch served, and warns of the first."""
-    for patch in _patches:
-        patch.served_by_torch[reason] += 1
-    if all(patch.served_by_torch[reason] == 1 for patch in _patches):
-        warn_user(f"torch's own function serves this call, as tritonclip refuses it. {reason}")
