@@ -342,7 +342,7 @@ def test_few_outliers_name_no_limit_where_a_run_learned_without_one(limit, losse
 @pytest.mark.parametrize("limit", [math.inf, math.nan, 1.0], ids=["none", "unknown", "in use"])
 def test_losses_are_asked_for_once_where_none_were_recorded(limit):
     for norms in (norms_of(), norms_of(spikes=0.03)):
-        said = "went well: recorder.add_(norm, loss=loss) records them, or optimizer.loss = loss"
+        said = "went well: in the script, recorder = tritonclip.record('run.csv') takes"
         reason = suggest(recorded(norms, limit=limit)).reason
         assert reason.count(said) == 1
         reason = suggest(recorded(norms, FALLING, limit)).reason
@@ -353,7 +353,7 @@ def test_the_usual_norm_is_named_where_nobody_knows_how_a_run_went():
     norms = norms_of(spikes=0.03)
     suggestion = suggest(recorded(norms))
     assert suggestion.max_norm == float(f"{np.median(norms[:333]):.2g}")
-    assert "recorder.add_(norm, loss=loss) records them" in suggestion.reason
+    assert "takes recorder.add_(norm, loss=loss) after each clip" in suggestion.reason
     tail = suggest(norms).max_norm
     assert f"If it did: clip at {tail:g}" in suggestion.reason
 

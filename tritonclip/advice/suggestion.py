@@ -60,7 +60,12 @@ _LEAST_LOSSES = 40
 # runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
-_ADD_LOSS = "recorder.add_(norm, loss=loss) records them, or optimizer.loss = loss before step()"
+# A script under a patch has no recorder.
+_ADD_LOSS = (
+    "in the script, recorder = tritonclip.record('run.csv') takes recorder.add_(norm, loss=loss) "
+    "after each clip, and ClippedOptimizer(..., recorder=recorder) optimizer.loss = loss before "
+    "each step"
+)
 _FIND = "find_max_norm tries limits on your own training."
 
 
