@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.workers import python
+from helpers.workers import NEEDS_FORK, python
 from tritonclip.commands import cli
 from tritonclip.monitor.history import read
 
@@ -205,6 +205,13 @@ def test_a_script_that_does_not_clip_is_told_what_else_may(run, folder):
         assert word in printed.err
 
 
+def test_a_call_that_both_refuse_is_not_counted_as_tritonclips(run, folder, capfd):
+    (folder / "wrong.py").write_text("import torch\ntorch.nn.utils.clip_grad_norm_(1, 1.0)")
+    with pytest.raises(TypeError):
+        run("wrong.py")
+    assert "torch served 1 of these 1 calls, which tritonclip refuses:" in capfd.readouterr().err
+
+
 def test_calls_that_torch_serves_are_counted_with_the_reason(run, folder):
     (folder / "negative.py").write_text(
         "import torch\nweight = torch.nn.Parameter(torch.ones(2))\nweight.grad = torch.ones(2)\n"
@@ -351,6 +358,33 @@ def test_processes_that_the_script_starts_are_said_to_have_no_patch(folder):
     assert done.returncode == 0, done.stderr
     assert "not patched: processes that the script started (trains)" in done.stderr
     assert "tritonclip.patch_torch()" in done.stderr
+
+
+def test_where_no_call_was_seen_processes_that_the_script_started_are_named_first(run, folder):
+    """A kernel of a notebook here, which Jupyter starts as this script does."""
+    (folder / "starts.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', '', 'ipykernel_launcher', '-f', 'x'], check=True)"
+    )
+    first, second, *_ = run("starts.py").err.splitlines()
+    assert first.endswith("was seen, so that no call was replaced.")
+    assert "(the kernel" in second
+    assert "in the first cell of a notebook %load_ext tritonclip" in second
+
+
+@NEEDS_FORK
+def test_where_only_forks_clip_the_report_says_that_they_are_patched(folder):
+    train = TRAIN.replace(
+        "    main()\n",
+        "    import multiprocessing\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=main, name='trains')\n"
+        "    worker.start()\n"
+        "    worker.join()\n",
+    )
+    (folder / "forks.py").write_text(train)
+    done = python("-m", "tritonclip", "run", "forks.py", "2")
+    assert done.returncode == 0, done.stderr
+    assert "not counted: calls in forks of the script (trains)" in done.stderr.splitlines()[1]
 
 
 def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folder):

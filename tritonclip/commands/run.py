@@ -96,7 +96,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     log = CallLog(compares=chosen.compare)
     patch = TorchPatch(recorder, log)
-    started = _note_processes(program.attributes["__file__"], chosen.script)
+    started, forked = _note_processes(program.attributes["__file__"], chosen.script)
     process, stderr, failed = os.getpid(), sys.stderr, True
 
     def end() -> None:
@@ -110,9 +110,13 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
                 recorder.close()
         if not is_first:
             return
-        lines = [f"tritonclip run: {log.report(patch.served_by_torch, failed=failed)}"]
+        report = log.report(patch.served_by_torch, failed=failed)
+        lines = f"tritonclip run: {report}".splitlines()
         if started:
-            lines.append(_not_patched(started))
+            # Where no call was seen, the likely reason stands before all others.
+            lines.insert(len(lines) if log.counts else 1, _not_patched(started))
+        if forked and not log.counts:
+            lines.insert(1, _not_counted(forked))
         if recorder is not None:
             command = f"norms are in {file}: python -m tritonclip suggest {file}"
             lines.append(command if recorder.steps else "no norm was recorded")
@@ -190,12 +194,14 @@ _HELPERS = {"torch.utils.data._utils.worker", "multiprocessing.managers"}
 _RUNNERS = ("python", "torchrun", "accelerate", "deepspeed")
 
 
-def _note_processes(*names: str) -> list[str]:
-    """Names the processes that multiprocessing starts later, except forks, and those of a script.
+def _note_processes(*names: str) -> tuple[list[str], list[str]]:
+    """Names the processes that train without the patch, and forks, which have it.
 
-    They have no patch. A script is known by its file or by one of its names.
+    They are those of multiprocessing, of a notebook, and of a script, which is known by its file or
+    by one of its names.
     """
     started: list[str] = []
+    forked: list[str] = []
     files = {Path(name).resolve() for name in names}
     start, popen = BaseProcess.start, subprocess.Popen.__init__
 
@@ -204,8 +210,8 @@ def _note_processes(*names: str) -> list[str]:
         target = getattr(self, "_target", None)
         start(self)
         method = getattr(getattr(self, "_popen", None), "method", "fork")
-        if method != "fork" and getattr(target, "__module__", None) not in _HELPERS:
-            started.append(self.name)
+        if getattr(target, "__module__", None) not in _HELPERS:
+            (forked if method == "fork" else started).append(self.name)
 
     @functools.wraps(popen)
     def popen_noted(self: Any, args: Any, *rest: Any, **options: Any) -> None:
@@ -214,19 +220,26 @@ def _note_processes(*names: str) -> list[str]:
             words = [*map(os.fsdecode, args.split() if isinstance(args, str) else args)]
             paths = [Path(options.get("cwd") or "", word).resolve() for word in words]
             is_runner = Path(words[0]).name.startswith(_RUNNERS) or paths[0] in files
-            if is_runner and not (files.isdisjoint(paths) and set(names).isdisjoint(words)):
+            if "ipykernel_launcher" in words:
+                started.append(f"the kernel {self.pid}")
+            elif is_runner and not (files.isdisjoint(paths) and set(names).isdisjoint(words)):
                 started.append(f"process {self.pid}")
 
     BaseProcess.start = start_noted  # type: ignore[method-assign]
     subprocess.Popen.__init__ = popen_noted  # type: ignore[method-assign]
-    return started
+    return started, forked
+
+
+def _not_counted(forked: Sequence[str]) -> str:
+    return f"not counted: calls in forks of the script ({join_names(forked, 4)}), which are patched"
 
 
 def _not_patched(started: Sequence[str]) -> str:
     return (
         f"not patched: processes that the script started ({join_names(started, 4)}),"
         " in which torch clips. Start replicas by torchrun -m tritonclip run in their place; in "
-        "other processes that train call tritonclip.patch_torch()"
+        "other processes that train call tritonclip.patch_torch(), in the first cell of a notebook "
+        "%load_ext tritonclip"
     )
 
 
