@@ -133,6 +133,21 @@ def test_clip_by_own_quantile_is_percentile_clipping_of_bitsandbytes(device, per
             assert float(grad_of(param)[0]) == pytest.approx(min(norm, limit), rel=RELATIVE)
 
 
+def test_clip_by_quantile_with_a_factor_is_the_limit_of_icefall(device):
+    """Its ScaledAdam sets the limit at every hundredth step, from the sorted[50] of 100 norms."""
+    state, rule = ClipState(), ClipByQuantile(50 / 99, window=100, factor=2.0)
+    norms = normal(301, torch.float64, "cpu").abs().square().tolist()
+    (param,) = parameters([torch.zeros(2, dtype=torch.float64, device=device)])
+    for step, norm in enumerate(norms, 1):
+        # Clipped, whatever the limit is by then.
+        norms[step - 1] = norm = 50.0 if step % 100 == 0 else norm
+        grad_of(param)[0] = norm
+        tritonclip.clip_([param], rule, state=state)
+        if step % 100 == 0:
+            quartiles = [sorted(norms[step - 100 : step])[100 // 4 * n] for n in range(4)]
+            assert float(grad_of(param)[0]) == pytest.approx(2.0 * quartiles[2], rel=RELATIVE)
+
+
 def clip_one(size: float, rule: Any, device: Any = "cpu", **options: Any) -> float:
     """The norm that clipping leaves of a gradient of this norm."""
     (weight,) = same_parameters([of_norm(size).to(device)])

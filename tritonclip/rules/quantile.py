@@ -16,6 +16,7 @@ from tritonclip.rules.arguments import (
     as_fraction,
     as_limit_or_schedule,
     as_norm_type,
+    as_positive,
 )
 from tritonclip.rules.rule import AdaptiveRule, bounded, checked, rule
 
@@ -25,6 +26,7 @@ class _ByQuantile(AdaptiveRule):
     quantile: float = checked(as_fraction, default=0.9)
     window: int = checked(partial(as_count, least=1), default=1000)
     max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
+    factor: float = checked(as_positive, default=1.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
 
@@ -33,7 +35,7 @@ class _ByQuantile(AdaptiveRule):
         return [math.nan] * self.window
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantile of the window, or of each, this norm included."""
+        """The factor times the quantile of the window, or of each, this norm included."""
         window = torch.where(self.counts(norm)[..., None], entered(state, norm), state)
         # Empty slots come last.
         norms, _ = window.sort()
@@ -41,7 +43,7 @@ class _ByQuantile(AdaptiveRule):
             (window == window).sum(-1, keepdim=True, dtype=window.dtype).sub(1).mul(self.quantile)
         )
         low, high = norms.gather(-1, rank.long()), norms.gather(-1, rank.ceil().long())
-        limit = low.lerp(high, rank.frac()).squeeze(-1)
+        limit = low.lerp(high, rank.frac()).squeeze(-1) * self.factor
         return bounded(limit.nan_to_num(math.inf, math.inf), self.max_norm), window
 
     def accepts(self, state: Tensor) -> bool:
@@ -55,7 +57,7 @@ class ClipByQuantile(_ByQuantile):
 
     With the norm of all gradients together::
 
-        limit = min(max_norm, numpy.quantile(last_norms, quantile))
+        limit = min(max_norm, factor * numpy.quantile(last_norms, quantile))
         g = g * min(1, limit / norm)
 
     The norm of the current step is among the last norms, as in AutoClip. With quantile 0.9 about a
@@ -78,6 +80,7 @@ class ClipByQuantile(_ByQuantile):
         window: the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
         max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
             example.
+        factor: of the quantile; positive. With 0.5 as the quantile, 2.0 clips to twice the median.
         norm_type: the order of the norm, as for :class:`ClipByGlobalNorm`.
 
     Raises:
@@ -86,10 +89,13 @@ class ClipByQuantile(_ByQuantile):
     Notes:
         In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
         AutoClip remembers all norms: it follows a drift slowly, and a single NaN stays for ever.
+        ScaledAdam of icefall sets its limit every hundredth step only, from norms that weigh each
+        gradient by its parameter.
 
     References:
         Seetharaman, Wichern, Pardo, Le Roux, `AutoClip: Adaptive Gradient Clipping for Source
-        Separation Networks <https://arxiv.org/abs/2007.14469>`_, 2020
+        Separation Networks <https://arxiv.org/abs/2007.14469>`_, 2020; icefall, `ScaledAdam`,
+        `clipping_scale` (the factor)
     """
 
     norm_type: float = checked(as_norm_type, default=2.0)
@@ -101,7 +107,7 @@ class ClipByOwnQuantile(_ByQuantile):
 
     For each gradient g::
 
-        limit = min(max_norm, numpy.quantile(last_norms, quantile))  # of this gradient
+        limit = min(max_norm, factor * numpy.quantile(last_norms, quantile))  # of this gradient
         g = g * min(1, limit / norm(g))
 
     The norm of the current step is among the last norms. A gradient is compared with nothing but
@@ -126,6 +132,7 @@ class ClipByOwnQuantile(_ByQuantile):
             left out.
         max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
             example.
+        factor: of the quantile; positive.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
