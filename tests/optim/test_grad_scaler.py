@@ -7,6 +7,7 @@ the step and lower the scale. Some calls are refused for a wrapper, or after a s
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -434,11 +435,19 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     assert_moved(weight)
 
 
+# With the same gradients as a wrapper.
+KIN = {"wrapped": lambda wrapper: wrapper.optimizer, "copy": copy.copy}
+
+
+@pytest.mark.parametrize("kin", KIN.values(), ids=KIN)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_scaler_divides_once_where_the_wrapped_optimizer_was_unscaled(scaler_type, fused):
+def test_scaler_divides_once_where_the_wrapped_optimizer_or_a_copy_was_unscaled(
+    scaler_type, fused, kin
+):
     weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    other = kin(optimizer)
     for _ in range(2):
-        scaler.unscale_(optimizer.optimizer)
+        scaler.unscale_(other)
         assert_bits(weight.grad, torch.tensor([3.0, 4.0]))
         scaler.step(optimizer)
         assert_moved(weight)
@@ -447,7 +456,7 @@ def test_scaler_divides_once_where_the_wrapped_optimizer_was_unscaled(scaler_typ
         weight.data.zero_()
         weight.grad = scaler.get_scale() * torch.tensor([3.0, 4.0])
     weight.grad[0] = torch.inf
-    scaler.unscale_(optimizer.optimizer)
+    scaler.unscale_(other)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 512.0
@@ -463,13 +472,14 @@ def test_scaler_refuses_a_step_after_one_of_the_wrapped_optimizer(scaler_type, f
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("kin", KIN.values(), ids=KIN)
 @pytest.mark.parametrize("wrapper_first", [True, False])
 def test_scaler_refuses_to_divide_the_gradients_of_a_wrapper_twice(
-    scaler_type, fused, wrapper_first
+    scaler_type, fused, wrapper_first, kin
 ):
     """Ours in the second call of `unscale_`, torch's, which knows ids only, in the step."""
     weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
-    both = [optimizer.optimizer, optimizer]
+    both = [kin(optimizer), optimizer]
 
     def step() -> None:
         for one in reversed(both) if wrapper_first else both:

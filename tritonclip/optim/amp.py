@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Flag
+from tritonclip.optim.checkpoint import WRAPPERS
 from tritonclip.optim.step import Step
 from tritonclip.optim.wrapping import OptimizerProxy
 from tritonclip.rules.arguments import as_grad_scale
@@ -172,22 +173,27 @@ class ScalerSide(OptimizerProxy):
 
 
 def share_state_(scaler: object, wrapper: ScalerSide) -> None:
-    """Gives a wrapper and the wrapped optimizer one state in a GradScaler, which knows ids."""
+    """Gives an optimizer and its wrappers one state in a GradScaler, which knows ids."""
     states = vars(scaler).get("_per_optimizer_states") if isinstance(scaler, GradScaler) else None
-    if states is None or (inner := states[id(wrapper.optimizer)]) is (own := states[id(wrapper)]):
+    if states is None:
         return
-    called = "step" if inner["stage"] is OptState.STEPPED else "unscale_"
-    # Both were unscaled, and have the same gradients.
-    is_divided_twice = inner["stage"] is own["stage"] is OptState.UNSCALED
-    if called == "step" or is_divided_twice:
-        raise RuntimeError(
-            f"{called}() has already been called for the wrapped optimizer since the last update()"
-            f"{', and divided its gradients twice' * is_divided_twice}; "
-            f"expected scaler.{called}(optimizer) with the ClippedOptimizer only"
-        )
-    if inner["stage"] is OptState.UNSCALED:
-        own.update(inner)
-    states[id(wrapper.optimizer)] = own
+    own = states[id(wrapper)]
+    for one in (wrapper.optimizer, *WRAPPERS[wrapper.optimizer]):
+        if (other := states[id(one)]) is own:
+            continue
+        called = "step" if other["stage"] is OptState.STEPPED else "unscale_"
+        # Both were unscaled, and have the same gradients.
+        is_divided_twice = other["stage"] is own["stage"] is OptState.UNSCALED
+        if called == "step" or is_divided_twice:
+            raise RuntimeError(
+                f"{called}() has already been called for the wrapped optimizer, or for another "
+                "wrapper of it, since the last update()"
+                f"{', and divided its gradients twice' * is_divided_twice}; "
+                f"expected scaler.{called}(optimizer) with one ClippedOptimizer only"
+            )
+        if other["stage"] is OptState.UNSCALED:
+            own.update(other)
+        states[id(one)] = own
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

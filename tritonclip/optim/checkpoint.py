@@ -31,7 +31,7 @@ _LEFT_OUT = ("clip", STATS_KEY)
 IN_STATE = "in state"
 _PREFIX = f"{STATS_KEY}_"
 # Copies share an optimizer.
-_WRAPPERS: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
+WRAPPERS: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
 # In place of rules, also of those that the program which loads may have: torch asks for its keys.
 _NOT_SAVED = "not saved"
 
@@ -102,12 +102,12 @@ def begin_(optimizer: Optimizer, wrapper: object) -> None:
     if without_rules not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(without_rules)
         optimizer.register_load_state_dict_pre_hook(with_present_rules)
-    _WRAPPERS.setdefault(optimizer, WeakSet()).add(wrapper)
+    WRAPPERS.setdefault(optimizer, WeakSet()).add(wrapper)
 
 
 def end_(optimizer: Optimizer, wrapper: object) -> None:
     """Takes the keys and hooks away, unless another wrapper of the optimizer is left."""
-    wrappers = _WRAPPERS.get(optimizer, WeakSet())
+    wrappers = WRAPPERS.get(optimizer, WeakSet())
     wrappers.discard(wrapper)
     if wrappers:
         return
