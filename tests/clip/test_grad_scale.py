@@ -14,7 +14,6 @@ from helpers.cases import (
     copies,
     each_rule,
     grad_of,
-    normal,
     of_sizes,
     parameter,
     parameters,
@@ -44,25 +43,6 @@ def test_grad_scale_may_be_a_tensor_of_one_element(device, rule, dtype, shape):
 @pytest.mark.parametrize("scale", [1, 1.0], ids=["int", "float"])
 def test_grad_scale_of_one_is_none(device, rule, scale):
     check_clip(of_sizes((33, 4097), torch.float32, device), rule, grad_scale=scale)
-
-
-def test_grad_scale_from_a_grad_scaler_matches_unscaling_first(backend):
-    """The recipe of the README, against GradScaler.unscale_ and clip_."""
-    device = backend.device
-    ours, theirs = (torch.nn.Linear(8, 4).to(device) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    for model in (ours, theirs):
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler.scale(model(normal((5, 8), device=device)).square().sum()).backward()
-        if model is ours:
-            scale = torch.tensor(scaler.get_scale(), device=device)
-            tritonclip.clip_(model.parameters(), 0.5, grad_scale=scale)
-        else:
-            scaler.unscale_(optimizer)
-            tritonclip.clip_(model.parameters(), 0.5)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,4 +1,6 @@
-"""Which gradients a call clips: every form of ``parameters``, ties, exclusions, mixed lists."""
+"""Which gradients a call clips: every form of ``parameters``, ties, exclusions, mixed lists,
+and the tensors themselves by `clip_tensors_`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,27 @@ import pytest
 import torch
 
 import tritonclip
+from helpers import reference
 from helpers.cases import (
-    CHUNK,
     assert_bits,
     assert_norm,
     check_clip,
     each_rule,
-    grad_of,
     normal,
     of_sizes,
     parameter,
     parameters,
+    same_parameters,
     untouched,
 )
-from tritonclip import ClipByValue
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClipState,
+    clip_tensors_,
+)
 
 RULES = each_rule(1.0, 1.0)
 LOW = each_rule(0.5, 0.1)
@@ -55,24 +64,12 @@ def test_clip_takes_every_form_of_parameters(device, form):
     check_clip(grads, 0.5, FORMS[form](module))
 
 
-def test_clip_takes_one_tensor(device):
-    one = parameter(torch.tensor([3.0, 4.0], device=device))
-    assert_norm(tritonclip.clip_(one, 1.0), 5.0)
-    torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
-
-
 @pytest.mark.parametrize("make", [list, tuple, torch.nn.ParameterList], ids=lambda m: m.__name__)
 def test_clip_of_nothing_gives_zero_without_a_warning(backend, make):
     norm = tritonclip.clip_(make([]), 1.0)
     assert norm.item() == 0.0
     assert norm.shape == ()
     assert norm.dtype == torch.float32
-
-
-def test_clip_without_gradients_gives_zero_on_the_device_of_the_parameters(device):
-    norm = tritonclip.clip_(iter([parameter(None, device)]), 1.0)
-    assert norm.item() == 0.0
-    assert norm.device.type == device.type
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -94,19 +91,10 @@ def test_clip_without_a_gradient_does_not_warn(device, make):
         tritonclip.clip_(make(parameter(None, device)), 1.0)
 
 
-@pytest.mark.parametrize("alias", ["same", "view_as", "detach"])
-def test_clip_counts_a_gradient_of_two_parameters_once(device, alias):
-    grad = torch.tensor([3.0, 4.0], device=device)
-    other = {"same": grad, "view_as": grad.view_as(grad), "detach": grad.detach()}[alias]
-    assert_norm(tritonclip.clip_(parameters([grad, other]), 1.0), 5.0)
-    torch.testing.assert_close(grad.cpu(), torch.tensor([0.6, 0.8]))
-
-
-def test_clip_counts_different_parts_of_one_buffer_each(device):
-    """As FSDP and flat buffers make them: one storage, no element twice."""
-    buffer = normal(2 * CHUNK, device=device)
-    params = parameters([buffer[:9], buffer[9 : CHUNK + 2], buffer[CHUNK + 2 :]])
-    check_clip([buffer], 0.5, params)
+def test_clip_without_gradients_gives_zero_on_the_device_of_the_parameters(device):
+    norm = tritonclip.clip_(iter([parameter(None, device)]), 1.0)
+    assert norm.item() == 0.0
+    assert norm.device.type == device.type
 
 
 GRIDS = {
@@ -160,12 +148,6 @@ def test_clip_writes_an_element_of_a_row_and_a_column_once(device, clip):
     check_clip([grid[:, 3], grid[2]], clip)
 
 
-@pytest.mark.parametrize("rule", LOW)
-def test_clip_of_interleaved_columns(device, rule):
-    grid = normal((3, 60), device=device)
-    check_clip(list(grid.unbind(1)), rule)
-
-
 def test_clip_of_interleaved_columns_takes_linear_time():
     """In lines of the library that run, for a list that is planned anew."""
 
@@ -204,15 +186,6 @@ def test_clip_leaves_out_parameters_that_need_no_clip(device, rule):
         assert_norm(measured.reshape(()), 5.0)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_clip_takes_empty_and_0d_gradients(device, rule):
-    empty = [torch.zeros(shape, device=device) for shape in (0, (3, 0, 2))]
-    grad = torch.tensor(-8.0, device=device)
-    tritonclip.clip_(parameters([empty[0], grad, empty[1]]), rule)
-    assert grad.shape == ()
-    assert grad.item() == pytest.approx(-1.0, rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex_gradient_has_no_clipping_by_value(device, dtype):
     grads = [torch.full((3,), 8.0, device=device), normal(3, dtype, device)]
@@ -230,22 +203,6 @@ def test_float8_is_refused(device, dtype):
             tritonclip.clip_([parameter(grad) for grad in grads], rule)
 
 
-@pytest.mark.parametrize("rule", LOW)
-def test_clip_in_inference_mode(device, rule):
-    grads = of_sizes((3, 4097), torch.float32, device)
-    again = [grad.clone() for grad in grads]
-    tritonclip.clip_(parameters(again), rule)
-    with torch.inference_mode():
-        params = parameters([grads[0], grads[1].clone()])
-        tritonclip.clip_(params, rule)
-        assert_bits(map(grad_of, params), again)
-
-
-def test_parameters_before_their_first_backward_get_no_warning():
-    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), False)]
-    assert tritonclip.clip_(params, 1.0) == 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
@@ -259,3 +216,52 @@ def test_parameters_before_their_first_backward_get_no_warning():
 def test_argument_that_has_parameters_is_refused_with_a_remedy(wrong, remedy):
     with pytest.raises(TypeError, match=remedy):
         tritonclip.clip_(wrong(torch.nn.Linear(2, 2)), 1.0)
+
+
+def test_clip_tensors_mixes_what_lists_of_gradients_mix(device):
+    at, values = torch.tensor([[0, 3, 3]]), torch.tensor([1.0, 2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(at, values, (5,), device=device)
+    tensors: list[Any] = [
+        torch.full((2,), 3.0, dtype=torch.bfloat16, device=device),
+        torch.full((2,), 2.0 + 1.0j, device=device),
+        torch.tensor(4.0, device=device, dtype=torch.float64),
+        sparse,
+    ]
+    dense = [x.to_dense() if x is sparse else x.clone() for x in tensors]
+    norm = clip_tensors_(iter([None, *tensors, tensors[0]]), 1.0)
+    assert norm.item() == pytest.approx(reference.total_norm(dense), rel=1e-6)
+    for one, was in zip(tensors, dense, strict=True):
+        expected = (was * (1.0 / norm.item())).to(one.dtype)
+        found = one.to_dense() if one is sparse else one
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+def test_clip_tensors_leaves_the_grad_of_a_tensor_as_it_is(device):
+    tensor = torch.full((4,), 3.0, device=device)
+    tensor.grad = torch.full((4,), 7.0, device=device)
+    with untouched([tensor.grad]):
+        clip_tensors_(tensor, 1.0)
+    assert_norm(tensor.norm(), 1.0)
+
+
+def test_clip_tensors_clips_detached_weights():
+    weight = torch.nn.Parameter(torch.full((4,), 3.0))
+    clip_tensors_([weight.detach()], 1.0)
+    assert_norm(weight.detach().norm(), 1.0)
+
+
+@pytest.mark.parametrize("given", [[], [None, None], iter([]), (t for t in [None])])
+def test_clip_tensors_of_nothing_does_not_warn(given):
+    assert clip_tensors_(given, ClipByNorm(1.0)).shape == (0,)
+
+
+@pytest.mark.parametrize("rule", [ClipByQuantile(0.5), ClipByOwnHistory(1.05, warmup=1)])
+def test_clip_tensors_follows_a_state_as_clip_does(device, rule):
+    states = [ClipState(), ClipState()]
+    for step in range(4):
+        grads = [normal(5, device=device, seed=step) * (step + 1), normal(3, device=device)]
+        params = same_parameters(grad.clone() for grad in grads)
+        expected = tritonclip.clip_(params, rule, state=states[0])
+        # New tensors at every step, as pseudo-gradients are.
+        assert_bits([clip_tensors_(grads, rule, state=states[1])], [expected])
+        assert_bits(grads, [p.grad for p in params if p.grad is not None])

@@ -13,7 +13,6 @@ from helpers.cases import (
     assert_bits,
     check_clip,
     each_rule,
-    grad_of,
     normal,
     parameter,
     parameters,
@@ -112,22 +111,3 @@ def test_clip_at_any_alignment(device, offset, dtype, rule):
     """A view at an odd offset has no 16-byte boundary under its first element."""
     buffer = normal(CHUNK + 40, dtype, device)
     check_view(buffer, lambda buffer: buffer[offset : offset + CHUNK + 21], rule)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_clip_of_a_view_with_the_negative_bit(device, rule):
-    """The memory holds the negated values until the view is resolved."""
-    base = normal(40, torch.complex64, device)
-    grad = base.conj().imag
-    assert grad.is_neg()
-    with unchanged([base.real]):
-        check_clip([grad], rule)
-
-
-def test_clip_of_channels_last_convolution(device):
-    weight = torch.nn.Conv2d(3, 8, 3).to(device).weight
-    images = normal((2, 3, 9, 9), device=device).to(memory_format=torch.channels_last)
-    weight.data = weight.data.to(memory_format=torch.channels_last)
-    torch.nn.functional.conv2d(images, weight).square().sum().backward()
-    assert grad_of(weight).is_contiguous(memory_format=torch.channels_last)
-    check_clip([grad_of(weight)], 0.5, [weight])

@@ -48,17 +48,6 @@ def test_clip_moves_the_version_of_a_sparse_gradient(device, rule, coalesced):
         tritonclip.clip_([parameter(grad)], rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_backward_through_a_clipped_gradient_raises(device, rule):
-    """autograd saved the gradient for the product, and it is no longer what it was."""
-    grad = normal(9, device=device)
-    factor = torch.ones(9, device=device, requires_grad=True)
-    product = (factor * grad).sum()
-    tritonclip.clip_([parameter(grad)], rule)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
 def test_clip_to_zero_by_the_policy_moves_the_version(device):
     grads = [torch.tensor([torch.nan], device=device), torch.ones(3, device=device)]
     with moving(*grads):
@@ -83,12 +72,3 @@ def test_clip_records_no_graph(device, rule):
     assert grad.grad_fn is history
     assert not torch.equal(grad, before)
     assert measured is None or not measured.requires_grad
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_clip_leaves_parameters_alone(device, rule):
-    one = parameter(normal(9, device=device))
-    grad = one.grad
-    with untouched([one]):
-        tritonclip.clip_([one], rule)
-    assert one.grad is grad
