@@ -63,16 +63,6 @@ def test_a_call_that_raises_leaves_the_state(rule):
     assert after["steps"] == before["steps"]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
-@pytest.mark.parametrize("rule", ADAPTIVE)
-def test_a_norm_that_is_no_measure_leaves_the_values(rule, value):
-    state = ClipState()
-    run(rule, state, range(1))
-    before = state.state_dict()["values"]
-    tritonclip.clip_(same_parameters([of_norm(value), of_norm(value, 3)]), rule, state=state)
-    assert repr(state.state_dict()["values"]) == repr(before)
-
-
 @pytest.mark.parametrize("other", [ClipByZScore(), ClipByQuantile(0.7, 21)], ids=["rule", "window"])
 def test_a_state_refuses_another_rule(other):
     state = ClipState()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 from tritonclip.rules.rule import RULE_CLASSES
 
 PUBLIC_RULES = [kind for kind in RULE_CLASSES if kind.__name__ in tritonclip.__all__]
@@ -43,12 +43,6 @@ def test_rule_by_norm_takes_limits_from_zero_to_infinity(kind, max_norm):
     assert math.copysign(1.0, rule.max_norm) == 1.0
 
 
-@BY_NORM
-@pytest.mark.parametrize("norm_type", [1, 2, 3.5, 20, math.inf])
-def test_rule_by_norm_takes_every_norm_type(kind, norm_type):
-    assert kind(1.0, norm_type=norm_type).norm_type == norm_type
-
-
 @pytest.mark.parametrize("limit", [0, 0.5, 2, math.inf])
 def test_rule_by_value_of_one_bound_is_symmetric(limit):
     rule = ClipByValue(limit)
@@ -65,6 +59,7 @@ def test_rule_by_value_takes_any_bounds_in_order(low, high):
 
 
 RULES = [ClipByGlobalNorm(1.0), ClipByNorm(2.0, 1.0, 0.0), ClipByValue(-1.0, 2.0), ClipByValue(3)]
+RULES += [ClipByUnitNorm(0.1), ClipByUnitNorm(0.2)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
