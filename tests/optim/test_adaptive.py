@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-import tritonclip
 from helpers.cases import assert_bits, copies
-from helpers.loss_scale import scaled_step
-from helpers.optimizers import torch_saved
-from helpers.training import closure_of, give_grads, new_params, sgd, state_of, step_on, wrapped
+from helpers.training import closure_of, sgd, step_on, wrapped
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByOwnHistory,
@@ -24,7 +21,6 @@ from tritonclip import (
     ClipByRMS,
     ClipByZScore,
     ClippedOptimizer,
-    ClipState,
     Outlier,
 )
 from tritonclip.rules import Measured, Rule
@@ -52,49 +48,6 @@ def memory_of(optimizer: ClippedOptimizer) -> dict[str, Any]:
 def n_norms(saved: dict[str, Any]) -> int:
     """How many norms a window in a checkpoint has."""
     return sum(not math.isnan(value) for value in saved["values"])
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_step_clips_as_clip_with_a_state(rule):
-    params, optimizer = wrapped(sgd, rule)
-    twins = new_params()
-    inner, state = sgd(twins), ClipState()
-    for number, size in enumerate(SIZES):
-        give_grads(twins, number, size=size)
-        step_on(params, optimizer, number, size=size)
-        norm = tritonclip.clip_(twins, rule, state=state)
-        inner.step()
-        assert norm is not None
-        assert float(optimizer.stats.last_norm) == float(norm.max())
-    assert_bits(params, copies(twins))
-
-
-@pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_resumed_run_is_an_uninterrupted_one(rule, make, how):
-    options: dict[str, Any] = {"skip_above": Outlier(3.0, 4)}
-    params, optimizer = wrapped(make, rule, **options)
-    steps(optimizer, params, range(7))
-    if how == "deepcopy":
-        other = copy.deepcopy(optimizer)
-        twins = other.param_groups[0]["params"]
-    else:
-        twins, other = wrapped(make, rule, **options)
-        saved = copy.deepcopy(optimizer.state_dict())
-        if how == "torch.save":
-            saved = torch_saved(saved, weights_only=True)
-        other.load_state_dict(saved)
-        for twin, param in zip(twins, params, strict=True):
-            twin.data.copy_(param.data)
-    steps(optimizer, params, range(7, 12))
-    steps(other, twins, range(7, 12))
-    assert_bits(twins, copies(params))
-    assert_bits(state_of(other, twins), state_of(optimizer, params))
-    # As text, in which NaN equals NaN.
-    assert repr(memory_of(other)["outliers"]["values"]) == repr(
-        memory_of(optimizer)["outliers"]["values"]
-    )
-    assert repr(other.stats.summary()) == repr(optimizer.stats.summary())
 
 
 def test_a_checkpoint_of_another_rule_is_refused():
@@ -167,17 +120,6 @@ def test_a_closure_counts_one_norm_a_step():
     assert n_norms(memory_of(optimizer)["rule"]) == 3
 
 
-@pytest.mark.parametrize("rule", [*RULES[:2], pytest.param(1.5, id="fixed")])
-def test_last_limit_is_the_limit_of_the_step(rule):
-    params, optimizer = wrapped(sgd, rule)
-    assert math.isnan(float(optimizer.stats.last_limit))
-    for number, size in enumerate(SIZES):
-        step_on(params, optimizer, number, size=size)
-        norm, limit = float(optimizer.stats.last_norm), float(optimizer.stats.last_limit)
-        coefficient = float(optimizer.stats.last_coefficient)
-        assert coefficient == pytest.approx(min(1.0, limit / norm), rel=1e-5)
-
-
 def test_last_limit_of_each_gradient_is_nan():
     params, optimizer = wrapped(sgd, ClipByRMS(0.1))
     steps(optimizer, params, range(2))
@@ -212,29 +154,3 @@ def test_a_rule_may_hold_a_function_that_is_no_schedule():
     params, optimizer = wrapped(sgd, Half(lambda norm: norm / 2))
     step_on(params, optimizer)
     assert float(optimizer.stats.last_coefficient) == 0.5
-
-
-@pytest.mark.parametrize("rule", RULES[:3])
-def test_a_skipped_step_is_not_remembered(rule, make):
-    params, optimizer = wrapped(make, rule, nonfinite="skip")
-    twins, other = wrapped(make, rule, nonfinite="skip")
-    for number, size in enumerate(SIZES):
-        # The norm of one gradient stays finite; those of the others would be remembered.
-        step_on(params, optimizer, 99, size=5.0, bad=math.nan)
-        for own, its in ((params, optimizer), (twins, other)):
-            step_on(own, its, number, size=size)
-    assert_bits(params, copies(twins))
-
-
-@pytest.mark.parametrize("rule", RULES[:3])
-def test_a_step_that_overflows_is_not_remembered(rule, make, scaler_type):
-    params, optimizer = wrapped(make, rule)
-    twins, other = wrapped(make, rule)
-    scale = scaler_type("cpu", init_scale=8.0, growth_interval=1000)
-    for number, size in enumerate(SIZES):
-        for bad in (math.inf, None):
-            grads = give_grads(params, number, size=size, bad=bad)
-            scaled_step(scale, optimizer, params, grads)
-            scale.update(8.0)
-        step_on(twins, other, number, size=size)
-    assert_bits(params, copies(twins))

@@ -591,12 +591,3 @@ def test_step_under_a_loss_scale_after_one_that_raised():
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
-
-
-def test_step_after_one_that_raised_without_a_loss_scale_clips_again():
-    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
-    weight.grad = torch.tensor([30.0, 40.0])
-    interrupt(optimizer.step, optimizer.optimizer)
-    optimizer.step()
-    assert_moved(weight)
-    assert int(optimizer.stats.steps) == 1

@@ -66,22 +66,6 @@ def test_add_param_group_takes_a_rule(which):
     assert_norm(optimizer.stats.group_norms[1], reference.norm(grad))
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        pytest.param(ClipByGlobalNorm(1.25, eps=0.0), [0.75, 1.0], id="ClipByGlobalNorm"),
-        pytest.param(ClipByNorm(1.25, eps=0.0), [0.75, 1.0], id="ClipByNorm"),
-        pytest.param(ClipByValue(0.5), [0.5, 0.5], id="ClipByValue"),
-        pytest.param(math.inf, [3.0, 4.0], id="inf"),
-    ],
-)
-def test_clip_may_be_replaced(rule, expected):
-    optimizer = grouped([[torch.tensor([3.0, 4.0])]], [ABSENT], 9.0)
-    optimizer.clip = rule
-    optimizer.step()
-    assert grads_of(optimizer)[0].tolist() == expected
-
-
 @pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
 def test_step_does_not_heed_the_default_device(nonfinite):
     """Nor its dtype: that of the parameters counts."""
@@ -237,19 +221,6 @@ def test_error_names_a_parameter_that_was_added_by_hand():
     optimizer.param_groups[1]["params"].append(parameter(torch.full((2,), math.nan)))
     with pytest.raises(RuntimeError, match=r"c\.bias, param_groups\[1\]\['params'\]\[2\]$"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("zero_size", [False, True], ids=["none", "zero-size"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
-def test_step_without_any_gradient(nonfinite, zero_size):
-    optimizer = grouped([[torch.zeros(0)], [torch.zeros(0)]], [ABSENT, 0.5], nonfinite=nonfinite)
-    if not zero_size:
-        optimizer.zero_grad()
-    optimizer.step()
-    summary = optimizer.stats.summary()
-    assert summary["norm"] == summary["group1_norm"] == 0.0
-    assert summary["coefficient"] == summary["group1_coefficient"] == 1.0
-    assert (summary["steps"], summary["clipped_steps"]) == (1, 0)
 
 
 def test_every_group_is_measured_once(verbs, device, monkeypatch):
