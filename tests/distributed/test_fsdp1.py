@@ -70,13 +70,17 @@ def test_clip_flat_parameters_by_group(strategy: str, original: bool) -> None:
     assert float(clipped) == pytest.approx(expected / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 @in_processes(1)
-def test_parameters_of_one_process_are_whole() -> None:
-    """Also where all are 1-d, as views of a shard are."""
-    module = _sharded(nn.LayerNorm(6), original=True)
+def test_parameters_of_one_process_are_whole(original: bool) -> None:
+    """Also where all are 1-d, as views of a shard are, and where a plan is known."""
+    module = _sharded(nn.LayerNorm(6), original=original)
     _backward(module, 0)
     expected = reference.total_norm(grads_of(module.parameters()))
-    assert_norm(tritonclip.clip_(module, 1e9), expected)
+    for limit in (1e9, expected / 2):
+        assert_norm(tritonclip.clip_(module, limit), expected)
+    clipped = reference.total_norm(grads_of(module.parameters()))
+    assert clipped == pytest.approx(expected / 2, rel=1e-5)
 
 
 @in_processes(2)
@@ -214,24 +218,3 @@ def test_clip_of_shards_by_a_known_norm(strategy: str, original: bool) -> None:
     total = torch.tensor(4.0)
     tritonclip.clip_grads_with_norm_(module.parameters(), 1.0, total)
     assert_bits(grads, [reference.scaled(g, reference.coefficient(total, 1.0)) for g in before])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_clip_of_a_lone_process_is_that_of_the_module() -> None:
-    distributed: Any = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        for original in (False, True):
-            module = _module("FULL_SHARD", original)
-            grads = grads_of(module.parameters())
-            before = copies(grads)
-            for _ in range(2):
-                for grad, old in zip(grads, before, strict=True):
-                    grad.copy_(old)
-                norm = tritonclip.clip_(module, 0.5)
-                by = reference.coefficient(norm, 0.5)
-                assert norm.item() == pytest.approx(reference.total_norm(before), rel=1e-6)
-                assert_bits(grads, [reference.scaled(grad, by) for grad in before])
-            del module
-    finally:
-        distributed.destroy_process_group()

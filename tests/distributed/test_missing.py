@@ -1,13 +1,16 @@
-"""Processes that lack gradients, or parameters, take part all the same."""
+"""Processes that lack gradients, parts of a sum or parameters take part: nobody waits in vain."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
 from helpers import reference
@@ -24,6 +27,7 @@ from helpers.spread import (
     whole,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
+from tritonclip.distributed import norms
 from tritonclip.rules import Rule
 
 ORDERS = [2.0, 20.0, 100.0, math.inf]
@@ -208,9 +212,187 @@ def test_norm_has_the_dtype_of_the_parameters_here(beside, p, way) -> None:
     assert norm.dtype == dtype
 
 
+# Which processes have a gradient: a function of the rank and of the parameter's position.
+LACKING: dict[str, Any] = {
+    "first": lambda rank, at: rank == 0,
+    "last": lambda rank, at: rank == dist.get_world_size() - 1,
+    "all-but-first": lambda rank, at: rank != 0,
+    "in-turn": lambda rank, at: rank % 2 == at % 2,
+    "everywhere": lambda rank, at: True,
+}
+
+
+def _partial(
+    mesh: Any,
+    placements: list[Placement],
+    own: Sequence[Placement],
+    at: int,
+    *,
+    missing: Any,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, torch.Tensor]:
+    """A parameter whose gradient is Partial, or None here; and the whole gradient."""
+    made = parameter((8, 3), mesh, placements, seed=at, dtype=dtype)
+    # By coordinates: other dimensions hold copies. Sums of these are exact, in any order.
+    seed = 100 * at + sum(10**i * one for i, one in enumerate(mesh.get_coordinate()))
+    part = values(made.grad.to_local().shape, seed, dtype)
+    numbers = torch.view_as_real(part) if dtype.is_complex else part
+    numbers.mul_(64).round_().div_(64)
+    absent = missing(dist.get_rank(), at)
+    if absent:
+        part.zero_()
+    grad = DTensor.from_local(part, mesh, own, run_check=False)
+    full = whole(grad)
+    made.grad = None if absent else grad
+    return made, full
+
+
+def _list(mesh: Any, missing: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Sums, means, copies, shards and a plain tensor, and what they are as a whole."""
+    found = [
+        _partial(mesh, [Replicate()], [Partial()], 1, missing=missing, dtype=dtype),
+        _partial(mesh, [Replicate()], [Partial("avg")], 2, missing=missing, dtype=dtype),
+    ]
+    others = [
+        parameter((5, 3), mesh, [Shard(0)], seed=3, dtype=dtype),
+        parameter((4,), mesh, [Replicate()], seed=4, dtype=dtype),
+        parameter((3,), None, seed=5, dtype=dtype),
+    ]
+    parameters = [others[0], found[0][0], others[1], found[1][0], others[2]]
+    wholes = [whole(others[0].grad), found[0][1], whole(others[1].grad), found[1][1]]
+    return parameters, [*wholes, others[2].grad.clone()]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("missing", LACKING)
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_clip_parts_missing_in_some_processes(p: float, missing: str) -> None:
+    parameters, wholes = _list(mesh_of(-1), LACKING[missing])
+    if missing == "everywhere":
+        # None is what it is as a whole.
+        wholes = wholes[::2]
+    expected = reference.total_norm(wholes, p)
+    there = [(g, local(g).clone()) for one in parameters if (g := one.grad) is not None]
+    norm = tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p))
+    assert_norm(norm, expected)
+    assert_same_everywhere(norm)
+    for grad, before in there:
+        coefficient = min(1.0, 0.5 / (expected + 1e-6))
+        torch.testing.assert_close(local(grad), before * coefficient)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("missing", ["first", "in-turn"])
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_clip_each_part_missing_in_some_processes(p: float, missing: str) -> None:
+    parameters, wholes = _list(mesh_of(-1), LACKING[missing])
+    expected = reference.norms(wholes, p)
+    norms = tritonclip.clip_(parameters, ClipByNorm(0.5, p))
+    there = [i for i, one in enumerate(parameters) if one.grad is not None]
+    assert_norm(norms, [expected[i] for i in there])
+
+
+@pytest.mark.parametrize("p", [2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 @in_processes(2)
-def test_get_total_norm_of_distributed_tensors() -> None:
-    mesh = mesh_of(-1)
-    grads = [parameter((8, 3), mesh, [Shard(0)], seed=i).grad for i in range(3)]
-    expected = reference.total_norm([whole(grad) for grad in grads])
-    assert_norm(whole(tritonclip.get_total_norm(grads)), expected)
+def test_clip_parts_of_a_dtype_missing_in_some_processes(dtype: torch.dtype, p: float) -> None:
+    parameters, wholes = _list(mesh_of(-1), LACKING["first"], dtype)
+    expected = reference.total_norm(wholes, p)
+    norm = tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p))
+    assert_norm(norm, expected)
+    assert_same_everywhere(norm)
+
+
+@in_processes(4)
+def test_clip_parts_along_one_of_two_dimensions() -> None:
+    """Pieces over one dimension, each a sum over the other; some processes lack theirs."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    found = [
+        _partial(mesh, [Shard(0), Replicate()], [Shard(0), Partial()], 1, missing=missing)
+        for missing in (LACKING["last"], LACKING["first"])
+    ]
+    found += [
+        _partial(mesh, [Replicate(), Replicate()], own, 3, missing=LACKING["last"])
+        for own in ([Partial(), Partial()], [Partial("avg"), Partial()])
+    ]
+    found.append(
+        _partial(mesh["tp"], [Replicate()], [Partial()], 2, missing=lambda r, at: r % 2 == 0)
+    )
+    for p in (2.0, 100.0, math.inf):
+        parameters = [one for one, _ in found]
+        grads = [None if one.grad is None else one.grad.to_local().clone() for one in parameters]
+        norm = tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p))
+        assert_norm(norm, reference.total_norm([full for _, full in found], p))
+        assert_same_everywhere(norm)
+        for one, grad in zip(parameters, grads, strict=True):
+            if grad is not None:
+                one.grad.to_local().copy_(grad)
+
+
+@pytest.mark.parametrize("p", [2.0, 100.0, math.inf])
+@in_processes(4)
+def test_clip_copies_of_a_sum_that_round_otherwise(p: float) -> None:
+    """Copies are summed up by other processes each; all find the same bits nevertheless."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    made = parameter((8, 3), mesh, [Replicate(), Replicate()])
+    part = values((8, 3), seed=dist.get_rank() % 2) * (1 + 1e-6 * (dist.get_rank() // 2))
+    made.grad = DTensor.from_local(part, mesh, [Replicate(), Partial()], run_check=False)
+    norm = tritonclip.clip_([made], ClipByGlobalNorm(0.5, p))
+    assert_same_everywhere(norm)
+    full = values((8, 3), seed=0) + values((8, 3), seed=1)
+    assert float(norm) == pytest.approx(reference.total_norm([full], p), rel=2e-6)
+
+
+@in_processes(4)
+def test_clip_parts_of_a_stage_missing_in_some_processes() -> None:
+    """Processes of other stages know nothing of them."""
+    mesh = mesh_of(2, 2, names=("pp", "tp"))
+    stage = dist.get_rank() // 2
+    missing = LACKING["last"] if stage else LACKING["everywhere"]
+    one, full = _partial(mesh["tp"], [Replicate()], [Partial()], 1, missing=missing)
+    other = parameter((4, 3), mesh["tp"], [Shard(0)], seed=stage)
+    wholes: list[Any] = [None] * 4
+    dist.all_gather_object(wholes, full)
+    expected = reference.total_norm([wholes[2], values((4, 3), 0), values((4, 3), 1)])
+    for group in (mesh["pp"], mesh):
+        before = whole(other.grad).clone()
+        norm = tritonclip.clip_([one, other], 100.0, process_group=group)
+        assert_norm(norm, expected)
+        assert_same_everywhere(norm)
+        assert torch.equal(whole(other.grad), before)
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@in_processes(2, 4)
+def test_clip_copies_without_gradient_take_one_collective(p: float) -> None:
+    parameters = [
+        parameter((8, 3), mesh_of(-1), [place], seed=1) for place in (Replicate(), Shard(0))
+    ]
+    if dist.get_rank() == 0:
+        parameters[0].grad = None
+    _, n = collectives_of(lambda: tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p)))
+    assert n == 1
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["there", "missing"])
+@in_processes(2)
+def test_clip_reads_flags_only_where_a_copied_gradient_is_missing(absent: bool) -> None:
+    """Reading them waits for the device."""
+    parameters, _ = _list(mesh_of(-1), lambda rank, at: absent and rank == 0)
+    parameters.append(parameter((4, 3), mesh_of(-1), [Shard(0)], seed=9))
+    parameters.append(parameter((4,), mesh_of(-1), [Replicate()], seed=9).requires_grad_(False))
+    parameters[-1].grad = parameters[-2].grad = None
+    with patch.object(norms, "zeros_for", wraps=norms.zeros_for) as reads:
+        tritonclip.clip_(parameters, 0.5)
+    assert reads.call_count == (absent and dist.get_rank() == 0)
+
+
+@in_processes(2)
+def test_verify_passes_parts_missing_in_some_processes() -> None:
+    for missing in ("first", "in-turn"):
+        parameters, _ = _list(mesh_of(-1), LACKING[missing])
+        with tritonclip.verify():
+            tritonclip.clip_(parameters, 0.5)
+            tritonclip.clip_(parameters, ClipByNorm(0.5))

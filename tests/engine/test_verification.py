@@ -15,9 +15,7 @@ from hypothesis import given
 import tritonclip
 from helpers.broken_verbs import break_norm, break_scale
 from helpers.cases import (
-    CHUNK,
     FLOATS,
-    each_rule,
     normal,
     of_sizes,
     parameter,
@@ -34,9 +32,6 @@ from tritonclip import (
     settings,
 )
 from tritonclip.engine import verify
-
-RULES = each_rule(0.5, 0.1)
-SIZES = (0, 1, 7, 300, CHUNK + 1)
 
 
 def named(grads):

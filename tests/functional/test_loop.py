@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.functional import mse_loss
 
@@ -72,19 +72,6 @@ def test_functional_loop_is_the_in_place_one():
 def test_compiled_functional_loop_is_the_in_place_one():
     run = functional(lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
     assert_equal_runs(run, in_place())
-
-
-def test_functional_loop_that_also_wants_the_loss():
-    model, inputs, targets = model_and_data()
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    gradients, loss = grad_and_value(
-        lambda p: mse_loss(functional_call(model, p, (inputs[0],)), targets[0])
-    )(parameters)
-    mse_loss(model(inputs[0]), targets[0]).backward()
-    clipped, _ = clip_by_global_norm(gradients, LIMIT)
-    tritonclip.clip_(model, ClipByGlobalNorm(LIMIT, eps=0.0))
-    assert float(loss) > 0
-    torch.testing.assert_close(clipped, {n: p.grad for n, p in model.named_parameters()})
 
 
 def test_meta_learning_differentiates_through_a_clipped_step():

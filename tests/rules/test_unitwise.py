@@ -181,6 +181,15 @@ def test_verify_finds_a_wrong_unit(backend, monkeypatch):
         tritonclip.clip_(parameters, ClipByUnitNorm())
 
 
+def test_clip_by_unit_leaves_out_what_needs_no_clipping(device):
+    parameters = make([(5, 8), (3, 7)], device=device)
+    parameters[0].need_clip = False  # type: ignore[attr-defined]
+    before = copies(map(grad_of, parameters))
+    assert tritonclip.clip_(parameters, ClipByUnitNorm(0.0)).shape == (1,)
+    assert_bits([grad_of(parameters[0])], before[:1])
+    assert not grad_of(parameters[1]).any()
+
+
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
