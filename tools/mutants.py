@@ -36,7 +36,7 @@ CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
 NOT_CORE = re.compile("compiled|graph_break|triton")
 TESTS = [
     *["backends", "backward", "clip", "engine", "flat", "functional", "monitor", "optim", "rules"],
-    *["distributed/test_refusals.py", "test_hints.py", "test_named_norms.py"],
+    *["distributed/test_refusals.py", "test_messages.py", "test_named_norms.py"],
 ]
 # One change of each kind: most others say nothing more, and those for | change annotations.
 NOT_TRIED = re.compile(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
+from torch.optim import SGD, lr_scheduler, swa_utils
 
 import tritonclip
 from helpers.cases import assert_bits, normal
@@ -151,76 +151,3 @@ def test_scheduler_sees_a_group_that_was_added_to_the_wrapper():
     scheduler = lr_scheduler.ExponentialLR(wrapper, 0.5)
     train(model, wrapper, scheduler, range(1))
     assert [group["lr"] for group in wrapper.param_groups] == [0.05, 0.025, 0.4]
-
-
-AVERAGES = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="swa"),
-        pytest.param({"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()}, id="swa-multi"),
-        pytest.param({"avg_fn": swa_utils.get_ema_avg_fn(0.9)}, id="ema"),
-        pytest.param({"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}, id="ema-multi"),
-        pytest.param(
-            {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
-            id="ema-multi-buffers",
-        ),
-    ],
-)
-
-
-def averaged(model, optimizer, options):
-    """An average over a run with SWALR, its batch norms updated where SWA does so."""
-    average = swa_utils.AveragedModel(model, **options)
-    scheduler = swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=5)
-    train(model, optimizer, scheduler, after_step=lambda: average.update_parameters(model))
-    if "use_buffers" not in options:
-        loader: Any = [batch(step) for step in range(3)]
-        swa_utils.update_bn(loader, average)
-    return average
-
-
-@AVERAGES
-def test_averaged_model_is_the_bare_one(options):
-    model, inner = made()
-    wrapper = ClippedOptimizer(inner, LIMIT)
-    bare_model, bare = made()
-    ours = averaged(model, wrapper, options)
-    assert_same_models(ours, averaged(bare_model, bare, options))
-    assert int(ours.n_averaged) == STEPS
-    assert int(wrapper.stats.clipped_steps) > 0
-    assert not torch.equal(ours.module[0].weight, model[0].weight)
-
-
-def test_averaged_model_updated_by_a_step_hook_averages_what_was_clipped():
-    weight = torch.nn.Linear(2, 1, bias=False)
-    weight.weight.data.zero_()
-    wrapper = ClippedOptimizer(SGD(weight.parameters(), lr=1.0), tritonclip.ClipByGlobalNorm(2.5))
-    average = swa_utils.AveragedModel(weight)
-    wrapper.register_step_post_hook(lambda *_: average.update_parameters(weight))
-    weight.weight.grad = torch.tensor([[3.0, 4.0]])
-    wrapper.step()
-    # 2.5 / (5 + 1e-6) differs from 1/2 by 2e-7 of it.
-    averaged = average.state_dict()["module.weight"].tolist()
-    assert averaged == [pytest.approx([-1.5, -2.0], rel=1e-6, abs=0)]
-
-
-def test_two_wrappers_train_two_optimizers_of_one_model():
-    """As AdamW beside Muon, or the two networks of a GAN: each has a norm of its own."""
-    ours, theirs = made()[0], made()[0]
-
-    def split(model):
-        first, *rest = model.parameters()
-        return [SGD([first], lr=0.1, momentum=0.9), AdamW(rest, lr=0.01)]
-
-    wrappers = [ClippedOptimizer(inner, LIMIT) for inner in split(ours)]
-    bare = split(theirs)
-    for step in range(3):
-        for model, optimizers in ((ours, wrappers), (theirs, bare)):
-            model.zero_grad()
-            model(batch(step)).square().mean().backward()
-            for optimizer in optimizers:
-                if optimizer in bare:
-                    tritonclip.clip_(optimizer.param_groups[0]["params"], LIMIT)
-                optimizer.step()
-    assert_same_models(ours, theirs)
-    assert wrappers[0].stats.last_norm != wrappers[1].stats.last_norm

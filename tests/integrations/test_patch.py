@@ -177,14 +177,6 @@ def test_the_end_of_a_block_takes_its_own_patch_away():
     assert_torchs_own()
 
 
-def test_a_second_block_patches_again():
-    patch = tritonclip.patch_torch()
-    for _ in range(2):
-        with patch:
-            assert is_patched()
-        assert_torchs_own()
-
-
 def test_blocks_of_one_patch_may_be_nested():
     """Also where the inner one ends with an error."""
     patch = tritonclip.patch_torch()

@@ -100,18 +100,6 @@ def test_threads_add_rows_to_one_recorder(path, frequent_switches):
     assert sorted(history.norms.tolist()) == sorted(expected)
 
 
-def test_clip_and_record_together(path):
-    weight = torch.nn.Parameter(torch.zeros(2))
-    with tritonclip.record(path) as recorder:
-        for size in (0.1, 10.0):
-            weight.grad = torch.tensor([3.0, 4.0]) * size
-            recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
-    history = read(path)
-    # float32 norms of 0.5 and 50, right to 1e-6.
-    assert history.norms.tolist() == pytest.approx([0.5, 50.0], rel=1e-6, abs=0)
-    assert history.is_clipped.tolist() == [False, True]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -104,7 +104,7 @@ def test_sdist_runs_its_tests(unpacked, tmp_path):
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-I", "-e")
     run(*install, unpacked, cwd=tmp_path, python=python)
     test = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not wheel")
-    part = ("tests/test_named_norms.py", "tests/test_warn.py", "tests/package/test_readme.py")
+    part = ("tests/test_named_norms.py", "tests/test_messages.py", "tests/package/test_readme.py")
     assert "[100%]" in run(*test, *part, "-k", "not docs_code", cwd=unpacked, python=python)
 
 
