@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.monitor.stats import Flag
 from tritonclip.rules import ClipState, LossOutlier, Outlier
@@ -25,7 +24,7 @@ class Judgement(NamedTuple):
     """Whether a step is an outlier; the states of its tests, and their values after this step."""
 
     flag: Flag
-    tests: Sequence[tuple[ClipState, Tensor]]
+    tests: Sequence[tuple[ClipState, Tensor | list[float]]]
 
     def commit(self, overflow: Flag) -> None:
         """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
@@ -122,13 +121,13 @@ class OutlierTest:
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor
-    ) -> tuple[Flag, tuple[ClipState, Tensor]]:
+    ) -> tuple[Flag, tuple[ClipState, Tensor | list[float]]]:
         """Whether a number is an outlier; the state of the test, and its values after it."""
         state = self.states.get(owner)
         if state is None or not state.remembers(above):
             state = self.states[owner] = ClipState()
-        if not isinstance(number, Tensor):
-            number = torch.scalar_tensor(number, dtype=torch.float64, device="cpu")
-        limit, values = state.advance(above, number)
-        flag = number > limit
-        return bool(flag) if choose.host_decides(flag.device) else flag, (state, values)
+        if isinstance(number, Tensor):
+            limit, values = state.advance(above, number)
+            return number > limit, (state, values)
+        most, numbers = state.advance_numbers(above, number)
+        return number > most, (state, numbers)

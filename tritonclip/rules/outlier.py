@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from tritonclip.rules.arguments import as_count, as_positive
@@ -65,24 +65,26 @@ class Outlier(Adaptive):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
-        if state.is_cpu:
-            limit = torch.scalar_tensor(self._limit(state.tolist()), dtype=state.dtype)
-            return limit, entered(state, norm)
         n = (state == state).sum(dtype=state.dtype)
         mean = state.nansum() / n
         deviation = ((state - mean).square().nansum() / (n - 1)).sqrt()
         limit = mean.add(deviation.maximum(_LEAST_DEVIATION * mean.abs()), alpha=self.sigmas)
         return limit.masked_fill(n < self.window // 2, math.inf), entered(state, norm)
 
-    def _limit(self, window: list[float]) -> float:
-        """As `advance`, in numbers: on a CPU all of it takes as long as a few operators."""
-        norms = [norm for norm in window if norm == norm]
+    def advance_numbers(self, state: list[float], norm: float) -> tuple[float, list[float]]:
+        """As `advance`, with the norm entered only where it counts, in the numbers of a host.
+
+        All of it takes as long as a few operators.
+        """
+        after = [norm, *state[:-1]] if self.counts(norm) else state
+        # Slots that are still empty are the last ones.
+        norms = state if state[-1] == state[-1] else [known for known in state if known == known]
         n = len(norms)
         if n < self.window // 2:
-            return math.inf
+            return math.inf, after
         mean = sum(norms) / n
         deviation = math.dist(norms, [mean] * n) / math.sqrt(n - 1)
-        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
+        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean)), after
 
     def accepts(self, state: Tensor) -> bool:
         """A window of norms."""
@@ -93,7 +95,7 @@ class Outlier(Adaptive):
 class LossOutlier(Outlier):
     """The test of :class:`Outlier` for losses, which may be negative or 0."""
 
-    def counts(self, norm: Tensor) -> Tensor:
+    def counts(self, norm: Any) -> Any:
         """Whether a loss is finite."""
         return norm - norm == 0
 

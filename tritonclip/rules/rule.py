@@ -273,8 +273,8 @@ class Adaptive(_Checked):
         """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
         return True
 
-    def counts(self, norm: Tensor) -> Tensor:
-        """Whether norms may enter a state: those that are finite and not 0."""
+    def counts(self, norm: Any) -> Any:
+        """Whether norms, a tensor or a number, may enter a state: those finite and not 0."""
         # 0 < norm, and NaN < norm where it is NaN or inf. To compare with a number takes longer.
         return norm - norm < norm
 

@@ -52,8 +52,8 @@ class ClipState:
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # A row, or one for each parameter.
-        self._values: Tensor | None = None
+        # A row, or one for each parameter; numbers where the host advances the rule.
+        self._values: Tensor | list[float] | None = None
         # Values from elsewhere, which no rule has seen; and the rule that has seen them.
         self._is_loaded, self._known_rule = False, None
         # Of the list, for a rule with one row of values.
@@ -85,7 +85,7 @@ class ClipState:
 
     def copied(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """As `state_dict`, with the values as a tensor."""
-        values = self._values
+        values = self._as_tensor()
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
@@ -94,7 +94,15 @@ class ClipState:
     @property
     def _shape(self) -> tuple[int, ...]:
         """Of the values: `(k,)`, or `(n, k)` with a row for each parameter; () before the first."""
-        return () if self._values is None else tuple(self._values.shape)
+        values = self._as_tensor()
+        return () if values is None else tuple(values.shape)
+
+    def _as_tensor(self) -> Tensor | None:
+        """The values as a tensor."""
+        values = self._values
+        if not isinstance(values, list):
+            return values
+        return upload(values, torch.float64, torch.device("cpu"))
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -156,7 +164,7 @@ class ClipState:
             shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
         ):
             return False
-        values = self._values if self._is_loaded else None
+        values = self._as_tensor() if self._is_loaded else None
         if values is not None and not values.is_meta:
             values = values.to("cpu", torch.float64)
             if not rule.accepts(values):
@@ -190,6 +198,15 @@ class ClipState:
         limit, after = advanced(rule, values[index], norm)
         return limit, values.index_copy(0, index, after)
 
+    def advance_numbers(self, rule: Any, norm: float) -> tuple[float, list[float]]:
+        """As `advance`, of a rule that has one row and advances it in numbers."""
+        values = self._values
+        if not isinstance(values, list):
+            self._kind = kind_of(rule)
+            values = self._values = [*rule.start()] if values is None else values.tolist()
+        limit, after = rule.advance_numbers(values, norm)
+        return limit, after
+
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """ValueError for a list that is not the one that the state knows, of n parameters.
 
@@ -219,14 +236,15 @@ class ClipState:
     @outside_inference
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters, and a step writes to its own values.
-        values = None if self._values is None else self._values.clone()
+        values = self._as_tensor()
+        values = None if values is None else values.clone()
         return {**self.__dict__, "_list": (), "_known_rule": None, "_values": values}
 
     def _values_on(
         self, device: torch.device, rule: Adaptive, n: int | None, *, grows: bool
     ) -> Tensor:
         """The values on a device, without a wait for it: one row, or one for each of n."""
-        values = self._values
+        values = self._values = self._as_tensor()
         n_known = 0 if values is None else len(values)
         if n is not None:
             self.begin_as(rule)
@@ -242,7 +260,7 @@ class ClipState:
     @outside_inference
     def _moved(self, start: Tensor, n_new: int | None) -> Tensor:
         """The values on the device of those of the start, and as many new rows of these."""
-        values, rows = self._values, start if n_new is None else start.repeat(n_new, 1)
+        values, rows = self._as_tensor(), start if n_new is None else start.repeat(n_new, 1)
         if values is None:
             return rows
         values = values.to(start, non_blocking=values.device.type == "cpu")
@@ -255,16 +273,20 @@ class ClipState:
             self._index = key, upload(positions, torch.int64, device)
         return self._index[1]
 
-    def commit(self, values: Tensor | None, left_out: bool | Tensor) -> None:
+    def commit(self, values: Tensor | list[float] | None, left_out: bool | Tensor) -> None:
         """Ends a step: counts it, and keeps its values unless it was left out."""
         self._steps += 1
         before = self._values
         if values is None or before is None or left_out is True:
             return
-        if isinstance(left_out, Tensor):
-            values = torch.where(left_out.to(values.device), before, values)
-        # In place, for CUDA graphs.
-        before.copy_(values)
+        if isinstance(values, list):
+            self._values = before if left_out else values
+        else:
+            assert isinstance(before, Tensor)
+            if isinstance(left_out, Tensor):
+                values = torch.where(left_out.to(values.device), before, values)
+            # In place, for CUDA graphs.
+            before.copy_(values)
 
     def __repr__(self) -> str:
         calls = "1 call" if self._steps == 1 else f"{self._steps} calls"
