@@ -67,13 +67,25 @@ def test_global_random_states_do_not_matter():
 
 def test_printing_shows_the_verdict_and_a_row_for_each_candidate():
     found = find()
-    verdict, blank, heads, *rows = str(found).splitlines()
+    verdict, blank, about, blank_again, heads, *rows = str(found).splitlines()
     assert verdict == found.reason
-    assert not blank
-    assert heads.split()[:2] == ["limit", "loss"]
+    assert not blank + blank_again
+    assert about.startswith("Losses after 40 steps")
+    assert heads.split()[:5] == ["limit", "seed", "0", "3", "seeds"]
     assert len(rows) == len(found.candidates)
     (recommended,) = [row for row in rows if "recommended" in row]
     assert recommended.startswith(f"{found.max_norm:g} ")
+
+
+def test_a_column_of_the_table_has_losses_of_the_same_seeds():
+    found = find(limits=[10.0**i for i in range(-5, 3)])
+    heads, *rows = str(found).splitlines()[4:]
+    start, end = heads.index("3 seeds"), heads.index("quartiles")
+    for row, one in zip(rows, found.candidates, strict=True):
+        assert f"{one.losses[0]:.4g}" in row[:start]
+        whole = f"{one.quartiles[1]:.4g}" if len(one.seeds) == 3 else ""
+        assert row[start:end].strip() == whole
+    assert {len(one.seeds) for one in found.candidates} == {1, 2, 3}
 
 
 def test_given_limits_are_tried_and_none_beside_them():
@@ -209,17 +221,41 @@ def search_of(loss: Any, limits: list[float], n_seeds: int = 3) -> tuple[Any, li
 
 
 def test_all_limits_are_tried_with_the_first_seed_and_the_better_ones_with_others():
-    limits = [1.0, 0.5, 0.3, 0.1, 0.05]
+    limits = [1.5, 1.0, 0.5, 0.3, 0.1, 0.05, 0.03]
     search, calls = search_of(lambda i, clip: min(abs(math.log(clip / 0.3)), 9.0), limits, 4)
     assert calls == [
-        *((0, clip) for clip in (math.inf, *limits)),
-        *((1, clip) for clip in (math.inf, 0.3, 0.5, 0.1)),
-        *((2, clip) for clip in (math.inf, 0.3, 0.5)),
-        *((3, clip) for clip in (math.inf, 0.3, 0.5)),
+        *((0, clip) for clip in (math.inf, 0.3, 0.5, 0.1, 1.0, 0.05, 1.5, 0.03)),
+        *((1, clip) for clip in (math.inf, 0.3, 0.5, 0.1, 1.0, 1.5)),
+        *((2, clip) for clip in (math.inf, 0.3, 0.5, 0.1, 1.0)),
+        *((3, clip) for clip in (math.inf, 0.3, 0.5, 0.1, 1.0)),
     ]
     assert len(calls) == search.most
-    assert {*search.last} == {math.inf, 0.3, 0.5}
+    assert {*search.last} == {math.inf, 0.3, 0.5, 0.1, 1.0}
     assert choose(search.last)[0] == 0.3
+
+
+def test_limits_are_tried_from_the_middle_outwards_and_then_beside_the_best():
+    search, calls = search_of(lambda i, clip: min(abs(math.log(clip / 0.25)), 9.0), [], 1)
+    none, *limits = (clip for _, clip in calls)
+    assert none == math.inf
+    # 6.0 is above the norm, and not run.
+    assert limits == [0.19, 0.6, 0.06, 1.9, 0.019, 0.006, 0.34, 0.11]
+    assert choose(search.last)[0] == 0.19
+
+
+def test_candidates_are_compared_on_the_same_batches():
+    """Losses of batches differ by more than limits change them."""
+    ends = {0.3: [0.5, 1.5, 4.0, 3.5, 4.5], 1.0: [1.0, 2.0, 3.0, 4.0, 5.0]}
+
+    def run(position, clip):
+        losses = torch.tensor([9.0] * 15 + ends.get(clip, [9.0] * 5)).double()
+        return Trial(losses, torch.tensor([2.0]).double(), None)
+
+    search = finder._Search(run, [0.1, 0.3, 1.0], [], 1)
+    search.run()
+    # Four batches of five have a lower loss, and the median of all is higher.
+    assert search._best(2) == [0.3, 1.0]
+    assert choose(search.last)[1] == 0.3
 
 
 def test_a_limit_above_every_norm_is_not_run_and_comes_last():
@@ -278,7 +314,7 @@ def test_quartiles_lie_between_losses(losses, quartiles):
 
 
 @pytest.mark.parametrize(
-    ("step", "n_seeds", "n_limits"), [(300, 1, 6), (330, 1, 7), (650, 2, 11), (700, 2, 11)]
+    ("step", "n_seeds", "n_limits"), [(300, 1, 6), (330, 1, 7), (805, 2, 13), (900, 2, 13)]
 )
 def test_an_interrupt_gives_the_answer_so_far(step, n_seeds, n_limits):
     def stop(done, most):
@@ -301,6 +337,51 @@ def test_an_interrupt_before_anything_is_known_goes_on():
 
     with pytest.raises(KeyboardInterrupt):
         find(progress=stop)
+
+
+def test_an_early_interrupt_answers_by_the_limits_in_the_middle():
+    def stop(done, most):
+        if done == 130:
+            raise KeyboardInterrupt
+
+    found = find(limits=[10.0**i for i in range(-4, 3)], progress=stop)
+    assert [one.clip for one in found.candidates] == [0.1, 1.0, math.inf]
+    assert found.max_norm in (0.1, 1.0)
+
+
+@pytest.fixture
+def creeping(monkeypatch):
+    """A training whose first ten losses say nothing, and trials that are short at first."""
+    monkeypatch.setattr(finder, "_FIRST_STEPS", 60)
+
+    def train(clip):
+        for step, value in enumerate(training()(clip)):
+            yield 1.0 + step % 2 if step < 10 else value.clamp(max=0.9)
+
+    return train
+
+
+def test_trials_become_longer_while_they_are_too_short_and_time_is_left(creeping):
+    short = find(creeping, steps=None, seconds=0.0, seeds=1)
+    longer = find(creeping, steps=None, seeds=1)
+    assert short.is_too_short
+    assert short.best.steps == 60
+    assert not longer.is_too_short
+    assert longer.best.steps == 180
+    assert longer.spent > short.spent + longer.best.steps
+
+
+def test_an_interrupt_of_longer_trials_gives_the_answer_of_shorter_ones(creeping):
+    begun = []
+
+    def stop(done, most):
+        begun.extend([most] * (not done))
+        if len(begun) == 2 and done == 5:
+            raise KeyboardInterrupt
+
+    found = find(creeping, steps=None, seeds=1, progress=stop)
+    assert found.best.steps == 60
+    assert found.is_too_short
 
 
 def test_the_budget_is_stated_before_any_step(capsys):

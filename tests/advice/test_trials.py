@@ -250,12 +250,16 @@ def calling(*others: Any, **named: Any) -> Any:
             "before each optimizer.step() and yields the loss of each step; got int, which",
         ),
         (make_both, TypeError, "got make_both, which does not take clip alone"),
-        (lambda clip: 3.0, TypeError, "got a function that returns 3.0"),
-        (lambda clip: [*training()(clip)], TypeError, "got a function without yield"),
+        (lambda clip: 3.0, TypeError, "yield loss; got a function that returns 3.0"),
+        (
+            lambda clip: [*training()(clip)],
+            TypeError,
+            "train has no yield; expected yield loss at the end of",
+        ),
         (
             lambda clip: training()(list),
             ValueError,
-            "clip was not called in 8 steps; expected a generator function",
+            "clip was not called in 8 steps; expected clip(model.parameters())",
         ),
         (calling(0.5), TypeError, "takes 2 positional arguments"),
         (calling(max_norm=0.5), TypeError, "argument 'max_norm'"),
@@ -299,6 +303,21 @@ def test_one_gradient_again_and_again_is_no_second_clip(shape):
     assert run(train, steps=40).reason
 
 
+@pytest.mark.parametrize("shared", ["generator", "data"])
+def test_trials_that_begin_differently_are_refused(shared):
+    generator, batches = torch.Generator().manual_seed(0), draw(4, corrupt=1.0)
+
+    def of(model, batch):
+        if shared == "data":
+            batch *= 1.01
+        else:
+            batch = torch.randn(8, 4, generator=generator)
+        return loss(model, batch)
+
+    with pytest.raises(ValueError, match="differ in more than the limit; expected a train that"):
+        run(training(batches=batches, loss=of))
+
+
 def test_frozen_parameters_may_be_shared():
     body = nn.Linear(4, 4).requires_grad_(False)
 
@@ -314,11 +333,16 @@ def test_frozen_parameters_may_be_shared():
     [
         ({"limits": (x for x in [1.0, math.inf])}, ValueError, "got limits=[1.0, inf]; the run"),
         ({"limits": [1.0, 1.0]}, ValueError, "--limits 0.1 0.3"),
-        ({"limits": 1.0}, TypeError, "not iterable"),
+        ({"limits": 1.0}, TypeError, "as in limits=(0.3, 1.0, 3.0), got 1.0"),
         ({"limits": [1.0, -1.0]}, ValueError, "above 0"),
         ({"limits": [1.0, math.nan]}, ValueError, "limits"),
         ({"limits": [1.0, "2"]}, TypeError, "limits[1]"),
         ({"rules": [1.0]}, TypeError, "[ClipByQuantile(0.9, max_norm=1.0)]"),
+        (
+            {"rules": tritonclip.ClipByQuantile()},
+            TypeError,
+            "rules=[ClipByQuantile(0.9, max_norm=1.0)]",
+        ),
         ({"steps": 0}, ValueError, "steps must be"),
         ({"seeds": 0}, ValueError, "seeds must be"),
         ({"seeds": [1, 1]}, ValueError, "different numbers"),

@@ -74,7 +74,7 @@ def test_find_prints_the_answer_of_find_max_norm(find, target, module):
     found = tritonclip.find_max_norm(sys.modules[module].train, steps=20, seeds=2)
     assert printed.out == f"{found}\n"
     assert found.max_norm is not None
-    assert printed.err.startswith("find_max_norm: at most 400 training steps, 20 times 20; ")
+    assert printed.err.startswith("find_max_norm: at most 480 training steps, 24 times 20; ")
 
 
 def test_find_takes_limits_and_rules(find):

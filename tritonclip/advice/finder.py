@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -38,7 +38,7 @@ _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 # First norms that set the grid.
 _FIRST_NORMS = 20
 # How many limits and rules are tried with the second seed, and with each other one.
-_KEPT = 3, 2
+_KEPT = 5, 4
 # The last part of a trial, which judges it.
 _JUDGED = 0.25
 # Losses within so many standard errors of the lowest are not distinguishable from it.
@@ -53,6 +53,8 @@ _NEARLY_ALL = 0.9
 # Trials are short if the first part, of at least ten steps, says something with fewer of them;
 # trials so many times as long are advised.
 _FIRST_PART, _FEWEST, _LEAST_TELLING, _LONGER = 6, 10, 0.5, 3
+# Steps of the first trials where the user leaves their length open.
+_FIRST_STEPS = 200
 # Seconds from one line about progress to the next.
 _EVERY = 10.0
 
@@ -110,6 +112,7 @@ class Found:
         candidates: all, from small to large limits; then no limit, and rules.
         spent: training steps that were taken.
         is_held_out: whether losses are those of held-out batches.
+        is_too_short: whether trials were too short, or too noisy, to tell.
         is_interrupted: whether the search ended before its last trial.
     """
 
@@ -121,22 +124,27 @@ class Found:
     candidates: tuple[Candidate, ...]
     spent: int
     is_held_out: bool
+    is_too_short: bool
     is_interrupted: bool
 
     def __str__(self) -> str:
-        heads = ("limit", "loss", "quartiles", "clipped", "seeds x steps", "")
+        of_all = f"{len(self.best.seeds)} seeds"
+        heads = ("limit", f"seed {self.best.seeds[0]}", of_all, "quartiles", "clipped", "")
         table = in_columns([heads, *map(self._cells, self.candidates)])
-        return f"{self.reason}\n\n{table}"
+        about = f"Losses after {self.best.steps} steps; those of a column are of the same seeds."
+        return f"{self.reason}\n\n{about}\n\n{table}"
 
     def _cells(self, one: Candidate) -> tuple[str, ...]:
-        low, middle, high = one.quartiles
+        # Losses of some seeds are not comparable with those of all.
+        is_whole = len(one.seeds) == len(self.best.seeds) > 1
+        low, middle, high = (f"{loss:.4g}" if is_whole else "" for loss in one.quartiles)
         mark = "as good as the best" if one in self.equals else ""
         mark = "best" if one is self.best else mark
         if one.clip == self.clip:
             mark = f"recommended{', ' * bool(mark)}{mark}"
         share = "" if math.isnan(one.clipped_share) else f"{one.clipped_share:.0%}"
-        trials = f"{len(one.seeds)} x {one.steps}"
-        return one.name, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", share, trials, mark
+        spread = f"{low} to {high}" if is_whole else ""
+        return one.name, f"{one.losses[0]:.4g}", middle, spread, share, mark
 
 
 class _Search:
@@ -150,10 +158,9 @@ class _Search:
         n_seeds: int,
     ) -> None:
         self._run, self._limits, self._rules = run, limits, rules
-        self._n_more = 0 if limits else _N_MORE
         # Of each further seed.
         self._kept = (_KEPT[:1] + _KEPT[1:] * n_seeds)[: n_seeds - 1]
-        n_first = (len(limits) or _N_LIMITS) + len(rules) + 2 * self._n_more
+        n_first = len(rules) + (len(limits) or _N_LIMITS + 2 * _N_MORE + 2)
         # The most trials that the search takes, those without a limit among them.
         self.most = n_seeds + n_first + sum(min(n, n_first) for n in self._kept)
         self.trials: dict[Clip, Trials] = {}
@@ -163,12 +170,16 @@ class _Search:
         """Runs all trials; an interrupt ends them once candidates can be compared."""
         try:
             self._try(0, [])
-            # One by one: an interrupt keeps those before.
-            for limit in self._limits or self._grid():
-                self._try(0, [limit])
+            limits = self._limits or self._grid()
+            # One by one, the likely ones first: an interrupt keeps those before.
+            order = sorted(range(len(limits)), key=lambda i: abs(i - (len(limits) - 1) / 2))
+            for i in order:
+                self._try(0, [limits[i]])
             for rule in self._rules:
                 self._try(0, [rule])
-            self._add_lower()
+            if not self._limits:
+                self._add_lower()
+                self._add_beside()
             for position, n in enumerate(self._kept, 1):
                 self._try(position, self._best(n))
         except KeyboardInterrupt:
@@ -196,7 +207,7 @@ class _Search:
             self.trials.setdefault(clip, {})[position] = trial
 
     def _grid(self) -> list[float]:
-        """Limits around the first norms, from small to large."""
+        """Limits around the first norms, from large to small."""
         norms = self.trials[math.inf][0].norms[:_FIRST_NORMS]
         norms = norms[norms.isfinite() & (norms > 0)]
         if not len(norms):
@@ -209,22 +220,30 @@ class _Search:
         first, median = float(norms[0]), float(norms.median())
         n_more = round(abs(math.log(median / first, _RATIO)))
         lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
-        return [two_digits(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
+        n = _N_LIMITS + min(n_more, _N_MORE)
+        return [two_digits(lowest * _RATIO**i) for i in reversed(range(n))]
 
     def _add_lower(self) -> None:
         """Adds lower limits while the lowest is the best."""
-        for _ in range(self._n_more):
+        for _ in range(_N_MORE):
             lowest = min(clip for clip in self.trials if not isinstance(clip, Rule))
             if self._best(1) != [lowest]:
                 return
             self._try(0, [two_digits(lowest / _RATIO)])
 
+    def _add_beside(self) -> None:
+        """Adds the limits halfway between the best and its neighbours."""
+        (best,) = self._best(1)
+        if not isinstance(best, Rule):
+            for factor in (_RATIO**0.5, _RATIO**-0.5):
+                self._try(0, [two_digits(best * factor)])
+
     def _best(self, n: int) -> list[Clip]:
         """The best so far beside no limit; those that changed nothing come last."""
         last = self.last
         none = last.pop(math.inf)
-        order = {clip: (trials[0] is none[0], _mean(trials)) for clip, trials in last.items()}
-        return sorted(last, key=order.__getitem__)[:n]
+        above = _above(last)
+        return sorted(last, key=lambda clip: (last[clip][0] is none[0], above[clip]))[:n]
 
 
 def _spares(clip: Clip, none: Trial) -> bool:
@@ -260,6 +279,16 @@ def _excesses(trials: Trials, others: Trials) -> list[float]:
     return [_share(_ending(trials[i]), _ending(others[i])) for i in trials]
 
 
+def _above(last: dict[Clip, Trials]) -> dict[Clip, float]:
+    """How much higher the losses of each candidate are than those of all, on average."""
+    return {
+        clip: statistics.fmean(
+            more for others in last.values() for more in _excesses(trials, others)
+        )
+        for clip, trials in last.items()
+    }
+
+
 def _share(a: Tensor, b: Tensor) -> float:
     share = (a - b) / (a.abs() + b.abs())
     share = torch.where(a.isinf() | b.isinf(), (a - b).sign(), share)
@@ -274,8 +303,9 @@ def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     small one, which is simpler than a rule.
     """
     mean = {clip: _mean(trials) for clip, trials in last.items()}
-    # Where means are equal, the mildest: a limit above every norm changes nothing.
-    best = min(last, key=lambda clip: (mean[clip], -_mildness(clip)))
+    above = _above(last)
+    # Of equal ones, the mildest: a limit above every norm changes nothing.
+    best = min(last, key=lambda clip: (above[clip], -_mildness(clip)))
     equals = [best]
     for clip, trials in last.items():
         more = _excesses(trials, last[best])
@@ -314,17 +344,19 @@ def find_max_norm(
     *,
     limits: Sequence[float] | None = None,
     rules: Sequence[Rule] = (),
-    steps: int = 200,
+    steps: int | None = 200,
+    seconds: float = 600.0,
     seeds: int | Sequence[int] = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
     """Tries limits on your own training, and says with which it goes best.
 
     Each trial is a short training, which begins with the same random numbers as all others of its
-    seed, and differs in its limit. All limits train with the first seed, the best three with the
-    second, and the best two with each other one. No limit is always among them. A trial whose loss
-    is NaN or inf ends there, and one whose limit is above every norm is not run. With three seeds
-    they are 12 to 16 trials, 23 at most, and fewer where trials diverge.
+    seed, and differs in its limit. All limits train with the first seed, those in the middle first,
+    and then two beside the best; the best five train with the second seed, and the best four with
+    each other one. No limit is always among them. Trials of a seed are compared step by step. One
+    whose loss is NaN or inf ends there, and one whose limit is above every norm is not run. With
+    three seeds they are 18 to 22 trials, 29 at most, and fewer where trials diverge.
 
     Example:
         >>> import torch, tritonclip
@@ -358,7 +390,9 @@ def find_max_norm(
             and returns a loss, such as that of held-out data: this one judges the trial then.
         limits: to try; None for those around the median of the first norms.
         rules: that compete with limits, such as ``[ClipByQuantile(0.9, max_norm=1.0)]``.
-        steps: of a trial: enough to see whether training goes well.
+        steps: of a trial: enough to see whether training goes well. None: 200, and three times as
+            many again and again, while trials are too short to tell and those would end in time.
+        seconds: for all trials, where `steps` is None.
         seeds: how many, or a list.
         progress: called with the steps so far and the most there will be, first before any step.
             None: the most there will be are written to stderr, and every ten seconds what is left.
@@ -373,26 +407,55 @@ def find_max_norm(
     Raises:
         TypeError: arguments of another kind, or a `train` that yields no loss.
         ValueError: a first loss that is NaN or inf; a training that ends before `steps` steps,
-            changes no parameter, never calls `clip`, clips once more, or trains the parameters of
-            the trial before; fewer than two limits and rules.
+            changes no parameter, never calls `clip`, clips once more, trains the parameters of the
+            trial before, or begins with other gradients than a trial of the same seed; fewer than
+            two limits and rules.
         KeyboardInterrupt: an interrupt before any two candidates can be compared; a later one ends
             the search, and the answer is what is known by then.
     """
     refuse_tracer()
-    chosen = _checked_seeds(seeds)
-    steps = as_count("steps", steps, 4)
+    chosen, clips = _checked_seeds(seeds), _checked_clips(limits, rules)
+    n = _FIRST_STEPS if steps is None else as_count("steps", steps, 4)
+    end, spent, found = monotonic() + as_number("seconds", seconds), 0, None
     training = Training(train)
+    while True:
+        begun = monotonic()
+        try:
+            found = _answer(training, *clips, chosen, n, progress)
+        except KeyboardInterrupt:
+            # That of shorter trials is an answer too.
+            if found is None:
+                raise
+            return found
+        spent += found.spent
+        found = replace(found, spent=spent)
+        now = monotonic()
+        is_last = steps is not None or not found.is_too_short or found.is_interrupted
+        if is_last or now + _LONGER * (now - begun) > end:
+            return found
+        n *= _LONGER
+
+
+def _answer(
+    training: Training,
+    limits: list[float],
+    rules: list[Rule],
+    seeds: list[int],
+    steps: int,
+    progress: Callable[[int, int], None] | None,
+) -> Found:
+    """The answer of trials of one length."""
     spent = 0
 
     def run(position: int, clip: Clip) -> Trial:
-        return training.run(chosen[position], clip, steps, tick)
+        return training.run(seeds[position], clip, steps, tick)
 
     def tick() -> None:
         nonlocal spent
         spent += 1
         show(spent, budget)
 
-    search = _Search(run, *_checked_clips(limits, rules), len(chosen))
+    search = _Search(run, limits, rules, len(seeds))
     budget = steps * search.most
     show = progress or _progress_to_stderr(steps)
     show(0, budget)
@@ -401,13 +464,14 @@ def find_max_norm(
     last = search.last
     clip, best, equals = choose(last)
     found = {
-        c: _candidate(c, steps, chosen, trials) for c, trials in {**search.trials, **last}.items()
+        c: _candidate(c, steps, seeds, trials) for c, trials in {**search.trials, **last}.items()
     }
+    too_short = _on_length([trials[0] for trials in search.trials.values()], steps)
     reason = _reason(found[clip], found[best], found[math.inf], last, training.learning_rate)
-    reason += _on_length([trials[0] for trials in search.trials.values()], steps)
+    reason += too_short
     if search.is_interrupted:
         reason += (
-            f" The search was interrupted: this is known from {len(last[best])} of {len(chosen)} "
+            f" The search was interrupted: this is known from {len(last[best])} of {len(seeds)} "
             f"seeds, and {len(search.trials) - 1} limits and rules."
         )
     return Found(
@@ -423,6 +487,7 @@ def find_max_norm(
         ),
         spent=spent,
         is_held_out=last[best][0].held_out is not None,
+        is_too_short=bool(too_short),
         is_interrupted=search.is_interrupted,
     )
 
@@ -461,13 +526,19 @@ def _checked_seeds(seeds: Any) -> list[int]:
 
 def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
     """Limits from large to small, and rules."""
-    rules = [*dict.fromkeys(rules)]
-    if not all(isinstance(rule, Rule) for rule in rules):
+    is_listed = isinstance(rules, Iterable)
+    rules = [*dict.fromkeys(rules)] if is_listed else rules
+    if not is_listed or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(
-            f"rules must be rules, as in [ClipByQuantile(0.9, max_norm=1.0)], got {rules!r:.80}"
+            "rules must be a list of rules, as in rules=[ClipByQuantile(0.9, max_norm=1.0)], got "
+            f"{rules!r:.80}"
         )
     if limits is None:
         return [], rules
+    if not isinstance(limits, Iterable):
+        raise TypeError(
+            f"limits must be several numbers, as in limits=(0.3, 1.0, 3.0), got {limits!r:.80}"
+        )
     limits = list(limits)
     found = {as_number(f"limits[{i}]", limit) for i, limit in enumerate(limits)}
     if not all(limit > 0 for limit in found):

@@ -34,6 +34,8 @@ _TRAIN = (
 )
 # Gradients of one norm are the same if their largest magnitudes differ by less.
 _SAME = 1e-3
+# Trials begin alike if their first norms differ by less, as those of atomic additions on a GPU do.
+_ALIKE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Training:
             name = getattr(train, "__name__", type(train).__name__)
             raise TypeError(f"{_TRAIN}; got {name}, which does not take clip alone")
         self._train = train
-        # Parameters of the first trial; and the learning rate, of SGD.
+        # Parameters of the first trial; the first norm, by seed; and the learning rate, of SGD.
         self._known: list[weakref.ref[Tensor]] = []
+        self._first_norms: dict[int, float] = {}
         self.learning_rate: float | None = None
 
     def run(self, seed: int, clip: float | Rule, steps: int, tick: Callable[[], None]) -> Trial:
@@ -80,7 +83,9 @@ class Training:
         try:
             running = self._train(clipping)
             if not isinstance(running, Generator):
-                raise TypeError(f"{_TRAIN}; got a function that returns {running!r:.40}")
+                raise TypeError(
+                    f"{_TRAIN}: yield loss; got a function that returns {running!r:.40}"
+                )
             hook = register_optimizer_step_pre_hook(clipping.on_step)
             with contextlib.closing(running), hook:
                 losses, held_out = _run(running, clipping, steps, tick)
@@ -97,6 +102,9 @@ class Training:
             _check_first(trial, clipping)
             self._known = [weakref.ref(p) for p in clipping.parameters if p.requires_grad]
             self.learning_rate = clipping.learning_rate
+        if len(trial.norms) and not isinstance(clip, Rule):
+            norm = float(trial.norms[0])
+            _refuse_another_begin(seed, self._first_norms.setdefault(seed, norm), norm)
         if clip == math.inf:
             _refuse_second_clip(_numbers(clipping.taken))
         return trial
@@ -111,7 +119,10 @@ def _check_first(trial: Trial, clipping: _Clipping) -> None:
             "the batch, or for a loss scale or a dtype that overflows"
         )
     if not clipping.parameters and not trial.diverged:
-        raise ValueError(f"clip was not called in {len(trial.losses)} steps; {_TRAIN}")
+        raise ValueError(
+            f"clip was not called in {len(trial.losses)} steps; expected clip(model.parameters()) "
+            "before each optimizer.step()"
+        )
     after = [*map(_size_of, clipping.parameters)]
     # None were seen where the loss diverged before the first clip.
     if after and all(map(torch.equal, clipping.before, after)):
@@ -178,7 +189,7 @@ class _Clipping:
     def __call__(self, parameters: Any) -> Tensor | None:
         """Clips by the limit of the trial; returns the norm before clipping."""
         if not self.has_begun:
-            raise TypeError(f"{_TRAIN}; got a function without yield")
+            raise TypeError("train has no yield; expected yield loss at the end of each step")
         if self.is_over:
             raise GeneratorExit
         items = as_list(parameters)
@@ -214,6 +225,17 @@ def _norm_and_largest(tensors: list[Tensor]) -> Tensor:
     """Global norm and largest magnitude of gradients."""
     norms = clip_(tensors, math.inf), clip_(tensors, ClipByGlobalNorm(math.inf, math.inf))
     return torch.stack(norms)
+
+
+def _refuse_another_begin(seed: int, before: float, norm: float) -> None:
+    """Refuses trials that differ before their first update, in more than the limit."""
+    if math.isfinite(before) and not math.isclose(before, norm, rel_tol=_ALIKE):
+        raise ValueError(
+            f"the first gradients of two trials with seed {seed} have the norms {before:.7g} and "
+            f"{norm:.7g}, so that trials differ in more than the limit; expected a train that "
+            "makes everything anew: model, DataLoader, generators, and copies of data that a step "
+            "changes"
+        )
 
 
 def _refuse_second_clip(taken: Tensor) -> None:

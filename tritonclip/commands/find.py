@@ -31,6 +31,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
     )
     command.add_argument("--steps", type=at_least(4), default=200, help="of a trial (200)")
+    command.add_argument(
+        "--seconds",
+        type=_positive,
+        help="in place of --steps: 200, and three times as many again and again, while these are "
+        "too few to tell and so many seconds are not over",
+    )
     command.add_argument("--seeds", type=at_least(1), default=3, help="how many (3)")
 
 
@@ -64,7 +70,8 @@ def main(chosen: argparse.Namespace) -> int:
             _object_of(chosen.train),
             limits=chosen.limits,
             rules=_object_of(chosen.rules) if chosen.rules else (),
-            steps=chosen.steps,
+            steps=None if chosen.seconds else chosen.steps,
+            seconds=chosen.seconds or 0.0,
             seeds=chosen.seeds,
         )
     except KeyboardInterrupt:
