@@ -63,9 +63,9 @@ ON_GPU = (
     ("host us", "host_us", ",.0f"),
     ("launches", "launches", ""),
 )
-# Advice is close to the best where it leaves no more than this of the gap from no clipping to it.
-# It is worse than no clipping, and there is a gap, by this share of what training gains.
-CLOSE, CLEAR = (0.25, 0.5), 0.02
+# Advice is close to the best limit where its regret is no more than this share of what that gains.
+# A loss is lower than another one by so many standard errors, and by this share of the lower one.
+CLOSE, ERRORS, CLEAR = 0.25, 2.0, 0.03
 # Advice of the first table, the first of it in each table; and advice whose limit is shown.
 SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
 LIMITED = ("best of the grid", "suggest", "find")
@@ -269,7 +269,11 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
         shown = [row for row in rows if row["advice"] in SHOWN]
         parts = [folded("Losses, and limits in brackets", in_losses(shown))]
         parts.append(folded("Other advice, and rules", in_losses(others)))
-        parts.append(in_counts(rows))
+        for view, is_new in (("in view", False), ("not in view", True)):
+            if chosen := [row for row in rows if row.get("is_new", False) == is_new]:
+                n = len(unique(chosen, "task"))
+                parts.append(f"The {n} that were {view} while the search was changed:")
+                parts.append(in_counts(chosen))
     elif "rule" not in rows[0]:
         parts = [table(rows)]
         if "model" in rows[0]:
@@ -301,28 +305,38 @@ def middle(values: Sequence[float]) -> str:
 
 
 def in_counts(rows: Sequence[Row]) -> str:
-    """How often each kind of advice is close to the best, or worse than no clipping."""
-    own = {(row["task"], row["advice"]): row for row in rows}
-    cases = [(task, i) for task in unique(rows, "task") for i in range(len(rows[0]["losses"]))]
-
-    def loss(task: str, i: int, advice: str) -> float:
-        return float(own[task, advice]["losses"][i])
-
+    """In how many tasks each kind of advice is close to the best limit, or worse than none."""
+    own = {(row["task"], row["advice"]): row["losses"] for row in rows}
+    tasks = unique(rows, "task")
+    best, none = ({t: own[t, one] for t in tasks} for one in ("best of the grid", "no clipping"))
+    gains = {t: statistics.fmean(none[t]) - statistics.fmean(best[t]) for t in tasks}
+    gained = [t for t in tasks if is_lower(best[t], none[t])]
     lines = []
     for advice in unique(rows, "advice"):
-        worse, left = 0, []
-        for task, i in cases:
-            none, best = loss(task, i, "no clipping"), loss(task, i, "best of the grid")
-            clear = CLEAR * (own[task, advice]["untrained"][i] - best)
-            worse += loss(task, i, advice) > none + clear
-            if none - best > clear:
-                left.append((loss(task, i, advice) - best) / (none - best))
+        mean = {t: statistics.fmean(own[t, advice]) for t in tasks}
+        regrets = {t: (mean[t] - statistics.fmean(best[t])) / gains[t] for t in gained}
+        missed = {t: regret for t, regret in regrets.items() if regret > CLOSE}
+        worse = [t for t in tasks if is_lower(none[t], own[t, advice])]
         line = {"advice": advice}
-        for share in CLOSE:
-            close = sum(one <= share for one in left)
-            line[f"within {share:g} of the gap"] = f"{close} of {len(left)}"
-        lines.append(line | {"worse than no clipping": f"{worse} of {len(cases)}"})
+        line["within a quarter"] = f"{len(gained) - len(missed)} of {len(gained)}"
+        line["worse than none"] = f"{len(worse)} of {len(tasks)}"
+        if advice in LIMITED:
+            limits = {row["task"]: row["limits"] for row in rows if row["advice"] == advice}
+            free = [t for t in tasks if t not in gained and not any(limits[t])]
+            line["no limit where none clearly helps"] = f"{len(free)} of {len(tasks) - len(gained)}"
+            texts = [f"{t} ({regret:.2f})" for t, regret in missed.items()]
+            line["misses (regret)"] = ", ".join(texts + [f"{t} (worse)" for t in worse])
+        lines.append(line)
     return markdown(lines)
+
+
+def is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether losses are lower than others of the same seeds, in means and beyond noise."""
+    differences = [b - a for a, b in zip(losses, others, strict=True)]
+    n, gain = len(differences), statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
+    low = min(statistics.fmean(losses), statistics.fmean(others))
+    return gain > ERRORS * error and gain > CLEAR * abs(low)
 
 
 def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:

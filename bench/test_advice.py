@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from bench.advice import ADVICE, TASKS, outcomes_of
+from bench.advice import ADVICE, outcomes_of
 from bench.comparison import hand_over
 from bench.samples import Samples
+from bench.trainings import TASKS
 
 # Of trainings that are judged.
 SEEDS = (0, 1, 2)

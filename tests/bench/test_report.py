@@ -56,7 +56,7 @@ ROWS = [OURS, TORCH, LOSS, VALUE, TIE]
 
 def advised(advice, losses, limits) -> Any:
     """Of a task with two seeds: 10 untrained, 6 without clipping, 2 at the best limit."""
-    extra = {"untrained": [10.0, 10.0], "losses": losses, "limits": limits}
+    extra = {"is_new": False, "untrained": [10.0, 10.0], "losses": losses, "limits": limits}
     params = {"task": "a task", "advice": advice}
     name, stats = f"test_advice[a task-{advice}]", made("x", "norm", "clipped", 1.0)["stats"]
     return {"name": name, "params": params, "extra_info": extra, "stats": stats}
@@ -64,8 +64,9 @@ def advised(advice, losses, limits) -> Any:
 
 ADVICE = [
     advised("no clipping", [6.0, 6.0], [None, None]),
-    advised("best of the grid", [2.0, 5.9], [0.3, 1.0]),
-    advised("suggest", [3.5, 6.2], [None, 0.123]),
+    advised("best of the grid", [2.0, 2.4], [0.3, 0.3]),
+    advised("suggest", [3.5, 3.2], [None, 0.123]),
+    advised("find", [6.5, 6.6], [0.5, 0.5]),
 ]
 
 
@@ -243,18 +244,20 @@ def test_report_refuses_pages_without_whole_markers(place, text):
 def test_page_gets_losses_by_advice_and_how_often_they_are_close_to_the_best(place):
     report.write(place.root)
     assert place.table(place.advice) == [
-        "| task | untrained | no clipping | best of the grid | suggest |",
-        "| --- | --- | --- | --- | --- |",
-        "| a task | 10 | 6 | 3.95 (0.65) | 4.85 (none) |",
+        "| task | untrained | no clipping | best of the grid | suggest | find |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| a task | 10 | 6 | 2.2 (0.3) | 3.35 (none) | 6.55 (0.5) |",
         # Of the rules, of which there are none here.
         "| task | untrained | no clipping |",
         "| --- | --- | --- |",
         "| a task | 10 | 6 |",
-        "| advice | within 0.25 of the gap | within 0.5 of the gap | worse than no clipping |",
-        "| --- | --- | --- | --- |",
-        "| no clipping | 0 of 2 | 0 of 2 | 0 of 2 |",
-        "| best of the grid | 2 of 2 | 2 of 2 | 0 of 2 |",
-        "| suggest | 0 of 2 | 1 of 2 | 1 of 2 |",
+        "| advice | within a quarter | worse than none | no limit where none clearly helps "
+        "| misses (regret) |",
+        "| --- | --- | --- | --- | --- |",
+        "| no clipping | 0 of 1 | 0 of 1 |  |  |",
+        "| best of the grid | 1 of 1 | 0 of 1 | 0 of 0 |  |",
+        "| suggest | 0 of 1 | 0 of 1 | 0 of 0 | a task (0.30) |",
+        "| find | 0 of 1 | 1 of 1 | 0 of 0 | a task (1.14), a task (worse) |",
     ]
     assert "Rows: [advice.json](../../bench/results/advice.json)." in place.advice.read_text()
 
