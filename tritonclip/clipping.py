@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
 from tritonclip.distributed.agreement import verify_replicas
-from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated
-from tritonclip.engine import compiled, execute
+from tritonclip.engine import compiled, execute, verify
 from tritonclip.engine.arguments import GradientSource, as_list
 from tritonclip.engine.checks import (
     POLICIES,
@@ -24,7 +23,7 @@ from tritonclip.engine.checks import (
     TORCH_REMEDY,
     unknown_policy,
 )
-from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.gradients import Gradients, collect, collect_tensors
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -282,7 +281,7 @@ def clip_gradients_(
     )
     if following is not None:
         following.commit()
-    if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
+    if is_torchs and gradients.wrappers and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm
 
@@ -308,7 +307,7 @@ def raise_everywhere(
         # The list is wrong as well, so that nobody knows who waits.
         return
     gradients.reject_(error)
-    gradients.verify_agreement("clip", ClipByGlobalNorm(1.0))
+    verify.agree_on(gradients, "clip", ClipByGlobalNorm(1.0))
 
 
 def _collect_tensors(

@@ -15,6 +15,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+# Types that the library can read; subclasses may hold anything.
+PLAIN = frozenset({Tensor, Parameter})
 # The classes of a whole gradient, traced or simulated ones too.
 WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # How many modes see every operator: calls of a few microseconds ask no more where none does. No

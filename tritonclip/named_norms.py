@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tritonclip.backends.operators import combine, combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.shards import dtensor_class
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
+from tritonclip.engine.gradients import collect
 from tritonclip.engine.norms import measure
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
@@ -201,7 +201,7 @@ class NamedNorms:
         if plan is None:
             return torch.zeros(0, dtype=torch.float32, device=gradients.device)
         if plan.verifying:
-            gradients.verify_agreement("norms_by_name", norm, scale)
+            verify.agree_on(gradients, "norms_by_name", norm, scale)
         measured = measure(gradients, norm, scale)
         if plan.verifying:
             verify.Reference(gradients).check_norms(measured)

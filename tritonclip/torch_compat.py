@@ -13,12 +13,12 @@ from torch.nn import Module
 from torch.nn.utils import clip_grad
 
 from tritonclip.clipping import Parameters, clip_, clip_gradients_, raise_everywhere
-from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import labelled, needs_clip, tensors_in
 from tritonclip.engine.checks import refuse_negative
+from tritonclip.engine.gradients import collect, collect_tensors
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
 from tritonclip.rules.arguments import (
@@ -237,9 +237,7 @@ def get_total_norm(
     processes = check_processes(process_group, copies)
     gradients = collect_tensors(tensors, processes=processes)
     norm = execute.total_norm(gradients, order, error_if_nonfinite)
-    if isinstance(gradients, ShardedGradients):
-        norm = replicated(norm, gradients.wrappers)
-    return norm
+    return replicated(norm, gradients.wrappers) if gradients.wrappers else norm
 
 
 def clip_grads_with_norm_(

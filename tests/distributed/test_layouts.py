@@ -34,7 +34,8 @@ from helpers.spread import (
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue, Rule
 from tritonclip.distributed import shards
-from tritonclip.engine.plan_cache import plans
+from tritonclip.engine import gradients
+from tritonclip.engine.plan_cache import CAPACITY, plans
 from tritonclip.rules import Measured
 
 NORM_TYPES = [2.0, 1.0, 3.0, 1.5, 8.0, 20.0, 100.0, math.inf]
@@ -397,7 +398,7 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     # Beside them a plain one, and one without a gradient.
     parameters = [*sharded, *(parameter((5,), None, seed=i) for i in range(3, 5))]
     parameters[4].grad = None
-    with mock.patch.object(shards, "sharding_of", wraps=shards.sharding_of) as made:
+    with mock.patch.object(gradients, "sharding_of", wraps=shards.sharding_of) as made:
         for _ in range(4):
             for one in sharded:
                 local = one.grad.to_local().clone()
@@ -410,11 +411,11 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
 def test_layouts_take_bounded_memory() -> None:
     mesh = mesh_of(-1)
     parameters: list[Any] = []
-    for _ in range(2 * shards.CAPACITY):
+    for _ in range(2 * CAPACITY):
         parameters.append(parameter((2,), mesh, [Shard(0)]))
         tritonclip.clip_(parameters, 1.0)
-    assert len(shards._cache) <= shards.CAPACITY
+    assert len(plans) <= CAPACITY
     with pytest.MonkeyPatch.context() as patch:
         # Of the last list it is known.
-        patch.delattr(shards, "sharding_of")
+        patch.delattr(gradients, "sharding_of")
         tritonclip.clip_(parameters, 1.0)

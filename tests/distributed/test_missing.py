@@ -27,7 +27,7 @@ from helpers.spread import (
     whole,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
-from tritonclip.distributed import norms
+from tritonclip.distributed import reduction
 from tritonclip.rules import Rule
 
 ORDERS = [2.0, 20.0, 100.0, math.inf]
@@ -384,7 +384,7 @@ def test_clip_reads_flags_only_where_a_copied_gradient_is_missing(absent: bool) 
     parameters.append(parameter((4, 3), mesh_of(-1), [Shard(0)], seed=9))
     parameters.append(parameter((4,), mesh_of(-1), [Replicate()], seed=9).requires_grad_(False))
     parameters[-1].grad = parameters[-2].grad = None
-    with patch.object(norms, "zeros_for", wraps=norms.zeros_for) as reads:
+    with patch.object(reduction, "zeros_for", wraps=reduction.zeros_for) as reads:
         tritonclip.clip_(parameters, 0.5)
     assert reads.call_count == (absent and dist.get_rank() == 0)
 

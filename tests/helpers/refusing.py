@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from helpers.spread import mesh_of, parameter, unchanged
-from tritonclip.distributed import norms
+from tritonclip.distributed import reduction
 
 
 def is_first() -> bool:
@@ -59,7 +59,7 @@ def check_raises(
 def as_on_accelerator() -> Iterator[None]:
     """Where reading a number would wait for the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norms.NormReduction, "_reads", False)
+        patch.setattr(reduction, "can_read", lambda device: False)
         yield
 
 

@@ -45,6 +45,8 @@ _ROW_OF_DOUBLES = 4096
 # 2^-126 each are 2^-35. In float64 they lose 2^-1022 each.
 _TRUSTED = 2.0**-30
 _TRUSTED_DOUBLE = 2.0**-478
+# The dtypes whose norms are float64.
+WIDE = frozenset({torch.float64, torch.complex128})
 # Dtypes that loops and kernels have arithmetic for.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -190,6 +192,13 @@ class TorchBatch:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The widest floating-point dtype that a device has."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def moduli_of(pairs: Tensor) -> Tensor:
+    """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
+    # Moduli of finite float32 pairs may be over its largest number.
+    wide = pairs.to(wide_dtype(pairs.device))
+    return torch.view_as_complex(wide.reshape(-1, 2)).abs()
 
 
 def as_tensor(norms: PartialNorms) -> Tensor:

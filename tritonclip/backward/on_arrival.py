@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from tritonclip.clipping import clip_
-from tritonclip.distributed.gradients import collect
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import FSDP_MARK, with_labels
 from tritonclip.engine.checks import check_policy
+from tritonclip.engine.gradients import collect
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes

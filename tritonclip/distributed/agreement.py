@@ -5,27 +5,16 @@ Under `verify()` they have to be about to do the same with the same parameters.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import (
-    ERRORS,
-    Domain,
-    all_reduce,
-    domain_of,
-    gather_objects,
-)
-from tritonclip.engine.arguments import LabelOf
-from tritonclip.engine.execute import limit_of
-from tritonclip.engine.norms import Norms
+from tritonclip.distributed.process_groups import ERRORS, Domain, domain_of, gather_objects
 from tritonclip.rules import ClipState, Norm, Rule
 
 
@@ -87,31 +76,6 @@ def describe_call(
     }
 
 
-def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
-    """Asks for limits before the first write; all raise where one process has no valid limit.
-
-    On an accelerator, all have the limit NaN where one has it.
-    """
-    error: Exception | None = None
-    for rule, norms in measured:
-        try:
-            limit_of(rule, norms)
-        except Exception as found:
-            error = error or found
-    first = measured[0][1].gradients
-    domain: Domain = first.sharding.domain
-    flags = torch.full((2,), float(error is not None), dtype=torch.float32, device=first.device)
-    for _, norms in measured:
-        if isinstance(norms.limit, Tensor):
-            flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
-    # Where none has an error, each process sends two numbers.
-    failed, unlimited = all_reduce(flags, domain.groups, domain, largest=True).tolist()
-    if failed:
-        agree({}, error, domain)
-    for _, norms in measured if unlimited else ():
-        norms.limit = torch.full((), math.nan, device=first.device)
-
-
 def describe_rule(rule: Any) -> str:
     """The name of a rule, and its numbers; of one that is bound to its state, those of the call."""
     rule = getattr(rule, "rule", rule)
@@ -132,7 +96,9 @@ def describe_state(state: Mapping[str, Any]) -> str:
     return f"{state['kind'] or 'no norms'} after {state['steps']} calls, {crc32(digits):x}"
 
 
-def describe_parameters(parameters: Sequence[Tensor], label_of: LabelOf) -> dict[str, str]:
+def describe_parameters(
+    parameters: Sequence[Tensor], label_of: Callable[[int], str]
+) -> dict[str, str]:
     """Name, shape, dtype and placements of each parameter, by its position."""
     return {
         f"the parameter at position {at}": f"{label_of(at)} of shape {tuple(parameter.shape)}, "

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-# Types that the library can read; subclasses may hold anything.
-PLAIN = frozenset({Tensor, Parameter})
+from tritonclip.modes import PLAIN
+
 # A module that overrides one of these may have other parameters than a walk finds.
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
 

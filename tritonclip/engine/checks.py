@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonclip.distributed.shards import Sharding
 from tritonclip.engine.arguments import refuse_fsdp_shards
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
@@ -17,13 +18,14 @@ from tritonclip.rules import Rule
 
 def check(gradients: Gradients, rule: Rule) -> None:
     """Refuses gradients that cannot be written, or that a rule has no meaning for."""
-    if not rule.clamps and gradients.sharding is None:
+    if not rule.clamps and gradients.specs is None:
         refuse_fsdp_shards(gradients.sources or ())
     plan = gradients.plan
     if plan is None:
         return
     refuse_read_only(gradients)
-    gradients.refuse_shards(rule)
+    if plan.sharding is not None:
+        _refuse_shards(gradients, rule, plan.sharding)
     if not rule.clamps:
         return
     if plan.pairs:
@@ -38,6 +40,45 @@ def check(gradients: Gradients, rule: Rule) -> None:
             f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
             "gradients"
         )
+
+
+def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None:
+    """Refuses a rule that would need more of a gradient than its shard."""
+    if rule.clamps and any(shard.sums_over for shard in sharding.shards):
+        sums = [i for i in range(len(gradients.tensors)) if gradients.is_term(i)]
+        raise TypeError(
+            f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
+            f"the gradients of {gradients.labels(sums)} are DTensors with a Partial "
+            "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
+        )
+    if rule.per_unit and gradients.tensors:
+        _refuse_split(gradients)
+    if rule.per_gradient and not sharding.one_list:
+        raise ValueError(
+            f"{rule.name} measures each gradient, and process_group does not say which "
+            "tensors of its processes are pieces of one; expected DTensors without "
+            "process_group, or a rule with one norm"
+        )
+
+
+def _refuse_split(gradients: Gradients) -> None:
+    """Refuses DTensors whose units lie on several processes, unless they are one unit."""
+    for index, parameter in enumerate(gradients.owners()):
+        expected = getattr(parameter, "placements", ())
+        found = getattr(parameter.grad, "placements", ())
+        mesh = getattr(parameter, "device_mesh", None)
+        sizes = () if mesh is None else tuple(mesh.shape)
+        # Shard(0) and _StridedShard(0) give each process some of the rows.
+        if expected != found or not all(
+            placement.is_replicate() or getattr(placement, "dim", None) == 0 or size == 1
+            for placement, size in zip(found, sizes, strict=True)
+        ):
+            raise TypeError(
+                f"{gradients.label(index)} has the placements {expected} and its gradient {found}; "
+                "a rule by unit expects the same for both, and rows that are whole on their "
+                "process: Replicate or Shard(0), as fully_shard makes them. Clip such a model by "
+                "norm, or set need_clip = False on these parameters"
+            )
 
 
 def warn_if_no_parameters(sources: Sequence[Tensor]) -> None:

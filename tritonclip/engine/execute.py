@@ -17,6 +17,8 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
+from tritonclip.distributed.agreement import agree
+from tritonclip.distributed.process_groups import all_reduce
 from tritonclip.engine import units, verify
 from tritonclip.engine.checks import (
     REMEDY,
@@ -82,7 +84,7 @@ def clip_(
         if type(limit) is float:
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     if plan.verifying:
-        gradients.verify_agreement("clip", rule, grad_scale, nonfinite)
+        verify.agree_on(gradients, "clip", rule, grad_scale, nonfinite)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -95,9 +97,9 @@ def clip_(
         )
         if nonfinite == "error":
             raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
-        if plan.reduction is not None:
+        if plan.reduction is not None and has_user_limit(rule):
             # It may raise on one process alone.
-            plan.reduction.ask_limit(rule, norms)
+            ask_limits([(rule, norms)])
         if nonfinite == "error" and (rule.per_unit or has_user_limit(rule)):
             limit_of(rule, norms)
             raise_if_unlimited(rule, norms, remedy)
@@ -232,7 +234,9 @@ def _scale_groups_(
             if indices is not None or zero_nonfinite:
                 group_clip = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
             results.append(batch.scale_each_(norms.partials[i], group_clip))
-        norm = norms.in_order([result[0] for result in results])
+        # Norms of shards are reduced already.
+        by_group = [result[0] for result in results]
+        norm = norms.norm_here() if plan.reduction else norms.in_order(by_group)
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_shared = not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
@@ -253,7 +257,7 @@ def total_norm(
     verifying = gradients.plan.verifying
     if verifying:
         policy = "error" if error_if_nonfinite else "propagate"
-        gradients.verify_agreement("get_total_norm", spec, nonfinite=policy)
+        verify.agree_on(gradients, "get_total_norm", spec, nonfinite=policy)
     norms = measure(gradients, spec, names_culprits=error_if_nonfinite)
     norm = norms.norm()
     if error_if_nonfinite:
@@ -274,7 +278,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if plan is None:
         return
     if plan.verifying:
-        gradients.verify_agreement("clip_grads_with_norm_", rule, total_norm=norm)
+        verify.agree_on(gradients, "clip_grads_with_norm_", rule, total_norm=norm)
     if gradients.error is not None:
         # No process waits for norms.
         raise gradients.error
@@ -295,6 +299,33 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     gradients.finish_writing()
     if reference is not None:
         reference.check_scale(partial(scale_, rule=rule, norm=norm))
+
+
+def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
+    """Asks for limits before the first write; all raise where one process has no valid limit.
+
+    On an accelerator, all have the limit NaN where one has it.
+    """
+    error: Exception | None = None
+    for rule, norms in measured:
+        try:
+            limit_of(rule, norms)
+        except Exception as found:
+            error = error or found
+    _, first = measured[0]
+    device = first.gradients.device
+    assert first.plan.reduction is not None
+    domain = first.plan.reduction.domain
+    flags = torch.full((2,), float(error is not None), dtype=torch.float32, device=device)
+    for _, norms in measured:
+        if isinstance(norms.limit, Tensor):
+            flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
+    # Where none has an error, each process sends two numbers.
+    failed, unlimited = all_reduce(flags, domain.groups, domain, largest=True).tolist()
+    if failed:
+        agree({}, error, domain)
+    for _, norms in measured if unlimited else ():
+        norms.limit = torch.full((), math.nan, device=device)
 
 
 def limit_of(rule: Rule, norms: Norms) -> Limit:

@@ -1,44 +1,175 @@
-"""The gradients that one call clips, each once, with their plan."""
+"""The gradients that one call clips, each once, with their plan.
+
+`collect` asks the one question about processes: are DTensors among the parameters, or did the user
+name a process group? The list then knows by its `specs` how it lies over them, and its plan has the
+shard of each gradient; see `tritonclip.distributed`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from operator import attrgetter
 from sys import modules
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.distributed.process_groups import Processes, gather_objects
+from tritonclip.distributed.shards import Sharding, Specs, are_sharded, local_tensors, sharding_of
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
     LabelOf,
     are_fsdp_shards,
+    as_list,
+    device_of,
     gradient_of,
     names_at,
+    needs_clip,
+    refuse_parameters,
+    tensors_in,
+    unnamed,
 )
-from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
+from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.reading import copy_of, write_back_
 from tritonclip.messages import join_names
-from tritonclip.modes import is_observed, refuse_batches, refuse_tracer
-from tritonclip.rules import Norm, Rule
+from tritonclip.modes import PLAIN, is_observed, refuse_batches, refuse_tracer
+
+_PLAIN_TENSOR = frozenset({Tensor})
+_get_requires_grad = attrgetter("requires_grad")
+
+
+def collect(
+    parameters: object,
+    label_of: LabelOf = "parameters[{}]".format,
+    processes: Processes | None = None,
+    cache: PlanCache = plans,
+    device: torch.device | None = None,
+) -> Gradients:
+    """Collects the gradients of tensors, a module, or named parameters; raises as `Gradients`.
+
+    `processes` hold the list between them where no DTensor says so. `device` is that of results
+    where there is no parameter.
+    """
+    sources = parameters if type(parameters) is list else as_list(parameters)
+    if processes is not None or not PLAIN.issuperset(map(type, sources)):
+        sources, label_of = unnamed(sources, label_of)
+        wanted = [p for p in sources if getattr(p, "need_clip", True)]
+        grads = [p.grad for p in wanted]
+        if processes is not None or are_sharded(wanted) or are_sharded(grads):
+
+            def label_of_wanted(index: int) -> str:
+                positions = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
+                return names_at([positions[index]], parameters, label_of)[0]
+
+            return _collect_shards(
+                *(wanted, grads, label_of_wanted, processes, device or device_of(sources)),
+                *(cache, label_of, sources, parameters),
+            )
+    tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
+    if device is None:
+        device = sources[0].device if sources else torch.device("cpu")
+    return Gradients(tensors, device, label_of, sources, parameters, cache)
+
+
+def collect_tensors(
+    tensors: object, processes: Processes | None = None, *, writes: bool = False
+) -> Gradients:
+    """As `collect`, of tensors that are gradients; one that `writes` refuses parameters."""
+    items, label_of = tensors_in(tensors)
+    plain = _PLAIN_TENSOR.issuperset(map(type, items))
+    if writes and not (plain and True not in map(_get_requires_grad, items)):
+        refuse_parameters(items, label_of)
+    device = device_of(items)
+    if processes is not None or (not plain and are_sharded(items)):
+        gradients = _collect_shards(items, items, label_of, processes, device, plans, label_of)
+        gradients.may_be_part = not writes
+        return gradients
+    return Gradients(items, device, label_of)
+
+
+def collect_all(
+    parameters: list[Tensor],
+    label_of: LabelOf,
+    processes: Processes | None,
+    cache: PlanCache,
+    device: torch.device,
+) -> Gradients:
+    """As `collect`, also gradients of parameters with need_clip = False."""
+    grads = [parameter.grad for parameter in parameters]
+    there = [i for i, grad in enumerate(grads) if grad is not None]
+
+    def label(index: int) -> str:
+        return label_of(there[index])
+
+    if processes is not None or are_sharded([*parameters, *grads]):
+        return _collect_shards(parameters, grads, label_of, processes, device, cache, label)
+    return Gradients([g for g in grads if g is not None], device, label, cache=cache)
+
+
+def _collect_shards(
+    wanted: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    label_of_wanted: LabelOf,
+    processes: Processes | None,
+    device: torch.device,
+    cache: PlanCache,
+    label_of: LabelOf,
+    sources: Sequence[Tensor] | None = None,
+    argument: object = None,
+) -> Gradients:
+    """The shards that lie here, of gradients of which other processes may have other shards.
+
+    `grads` are one or None for each of the `wanted` parameters. A list that is refused while other
+    processes wait for its norms has its `error`, and no gradient.
+    """
+
+    def take(grads: Sequence[Tensor | None], processes: Processes | None) -> Gradients:
+        specs, (tensors, wrappers) = Specs(wanted, grads, processes), local_tensors(grads)
+        gradients = Gradients(
+            tensors, device, label_of, sources, argument, cache, specs, label_of_wanted
+        )
+        gradients.wanted, gradients.wrappers = wanted, wrappers
+        return gradients
+
+    def take_nothing() -> Gradients:
+        nothing = [None] * len(wanted)
+        try:
+            return take(nothing, processes)
+        except Exception:
+            if processes is None:
+                raise
+            # Numbers of copies may be wrong in this process only.
+            return take(nothing, processes._replace(copies=None))
+
+    try:
+        gradients = take(grads, processes)
+    except Exception as error:
+        gradients = take_nothing()
+        if gradients.plan is None:
+            raise
+        gradients.error = error
+    gradients.without_tensors = take_nothing
+    return gradients
 
 
 class Gradients:
     """The gradients of one call, with their plan.
 
     Args:
-        tensors: the gradients, in order; one may come again.
+        tensors: the gradients, in order; one may come again. Of DTensors the local shards.
         device: of results where there is no gradient.
         label_of: names the i-th source where it has no name.
         sources: the parameters that the gradients are of, with and without one; None where the
             tensors were handed over themselves.
         argument: the user's, which may know names.
         cache: of plans.
+        specs: of a list over processes.
+        label_of_wanted: names the i-th of `wanted`.
 
     Attributes:
         tensors: as users see them, each once.
@@ -47,9 +178,9 @@ class Gradients:
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
         wanted: of a list over processes, all parameters that are to be clipped.
-        absent: of these, the ones without a gradient here.
+        wrappers: DTensors around the tensors, whose versions count too.
+        without_tensors: makes the same list over processes without gradients.
         error: that of a rejected list, which its processes raise together; None for others.
 
     Raises:
@@ -63,9 +194,9 @@ class Gradients:
     addresses: list[int] | None = None
     distinct: list[int] | None = None
     copies: Mapping[int, Tensor] = MappingProxyType({})
-    sharding: Any = None
     wanted: Sequence[Tensor] = ()
-    absent: Sequence[Tensor] = ()
+    wrappers: Sequence[Tensor] = ()
+    without_tensors: Callable[[], Gradients] | None = None
     # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
     may_be_part: bool = False
     error: Exception | None = None
@@ -78,12 +209,17 @@ class Gradients:
         sources: Sequence[Tensor] | None = None,
         argument: object = None,
         cache: PlanCache = plans,
+        specs: Specs | None = None,
+        label_of_wanted: LabelOf = str,
     ) -> None:
         self.tensors: Sequence[Tensor] = tensors
         self.device, self.label_of = device, label_of
         self.sources, self.argument = sources, argument
+        self.specs, self.label_of_wanted = specs, label_of_wanted
         self.readable: list[Tensor] = tensors
         if not tensors:
+            if specs is not None:
+                self._plan_nothing(specs)
             return
         setting = settings.current()
         # A mode may hand out other tensors than asked for, which no plan may keep.
@@ -98,13 +234,13 @@ class Gradients:
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
         may_cache = addresses is not None and not observed
-        if sources and "torch.distributed.fsdp" in modules:
+        if specs is None and sources and "torch.distributed.fsdp" in modules:
             # A plan of whole gradients says nothing of shards.
             may_cache = may_cache and not any(map(hasattr, sources, FSDP_MARKS))
         plan = None
         if may_cache:
-            plan = cache.find(tensors, addresses, setting, self.sharding)  # type: ignore[arg-type]
-        if plan is None and self.sharding is None:
+            plan = cache.find(tensors, addresses, setting, specs)  # type: ignore[arg-type]
+        if plan is None and specs is None:
             # Tied parameters: the list without repeats may be known.
             once = unique_indices(map(id, tensors))
             if once is not None:
@@ -137,20 +273,37 @@ class Gradients:
         cache: PlanCache | None,
     ) -> None:
         """Makes a plan; a cache keeps it where it may serve other lists."""
-        new = self._make_plan(tensors, addresses, verifying=setting.verifying)
+        sharding = None
+        if self.specs is not None:
+            sharding = sharding_of(self.specs, self.label_of_wanted)
+        new = self._make_plan(tensors, addresses, sharding, verifying=setting.verifying)
         self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
         if new.distinct is not None:
             _, addresses = self._keep(new.distinct, tensors, addresses)
         self.addresses = None if new.plan.staged else addresses
         if cache is not None and new.distinct is None:
             assert addresses is not None
-            cache.keep(new.plan, tensors, addresses, setting, self.sharding)
+            cache.keep(new.plan, tensors, addresses, setting, self.specs)
+
+    def _plan_nothing(self, specs: Specs) -> None:
+        """Plans a list of which only other processes have gradients, with which it takes part."""
+        sharding = sharding_of(specs, self.label_of_wanted)
+        if sharding.is_spread:
+            verifying = settings.current().verifying
+            self.plan = empty_plan(sharding, self.device, verifying=verifying)
 
     def _make_plan(
-        self, tensors: list[Tensor], addresses: list[int] | None, *, verifying: bool
+        self,
+        tensors: list[Tensor],
+        addresses: list[int] | None,
+        sharding: Sharding | None,
+        *,
+        verifying: bool,
     ) -> NewPlan:
         whole = not are_fsdp_shards(self.sources or ())
-        return make_plan(tensors, addresses, self.label, verifying=verifying, whole=whole)
+        return make_plan(
+            tensors, addresses, self.label, verifying=verifying, whole=whole, sharding=sharding
+        )
 
     def twin(self, copies: list[Tensor]) -> Gradients:
         """The same list of dense copies, planned anew, for `verify()`.
@@ -160,37 +313,38 @@ class Gradients:
         twin, plan = copy(self), self.plan
         assert plan is not None
         twin.tensors = twin.readable = copies
-        twin.addresses, twin.copies = None, {}
+        twin.addresses, twin.copies, twin.wrappers = None, {}, ()
         if not copies:
             twin.plan = replace(plan, verifying=False)
             return twin
-        new = twin._make_plan(copies, None, verifying=False)
+        sharding = plan.sharding
+        if sharding is not None and self.distinct is not None:
+            sharding = sharding.of(self.distinct)
+        new = twin._make_plan(copies, None, sharding, verifying=False)
         twin.plan, twin.readable = new.plan, new.readable
         new.plan.dtype = plan.dtype
         for group in new.plan.groups:
             group.layout.dtype = plan.dtype
         return twin
 
-    def is_term(self, index: int) -> bool:
-        """Whether a gradient is one of several terms of a sum, which other processes have."""
-        return False
-
     def reject_(self, error: Exception) -> None:
-        """Raises an error about the list; later, where other processes wait for its norms."""
-        raise error
+        """Raises an error about the list, or drops its gradients where other processes wait for it.
 
-    def refuse_shards(self, rule: Rule) -> None:
-        """Refuses a rule that would need more of a gradient than its shard."""
+        Norms of the list then raise the error, when the others know.
+        """
+        if self.error is not None:
+            # Dropped already; the others get the first error.
+            return
+        nothing = None if self.without_tensors is None else self.without_tensors()
+        if nothing is None or nothing.plan is None:
+            raise error
+        kept = {"without_tensors": self.without_tensors, "may_be_part": self.may_be_part}
+        self.__dict__ = vars(nothing) | kept | {"error": error}
 
-    def verify_agreement(
-        self,
-        call: str,
-        rule: Rule | Norm,
-        grad_scale: float | Tensor = 1.0,
-        nonfinite: str = "propagate",
-        total_norm: Tensor | None = None,
-    ) -> None:
-        """Under `verify()`, raises on all processes of the list where they make another call."""
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes have shards of the gradients, or may have."""
+        return self.plan is not None and self.plan.reduction is not None
 
     @property
     def n_parameters(self) -> int:
@@ -208,8 +362,29 @@ class Gradients:
         return join_names(names_at(found, self.argument, self.label_of))
 
     def culprits(self, indices: Iterable[int]) -> str:
-        """Names gradients that are to blame, of every process that shares the norm; or ""."""
-        return self.labels(indices)
+        """Names gradients that are to blame, of every process that shares the norm; or "".
+
+        Each of several processes calls this, and waits; names then have their ranks.
+        """
+        plan = self.plan
+        if plan is None or plan.reduction is None:
+            return self.labels(indices)
+        ranks: dict[str, list[int]] = {}
+        names_here = [self.label(i) for i in indices]
+        for rank, labels in gather_objects(names_here, plan.reduction.domain).items():
+            for label in labels:
+                ranks.setdefault(label, []).append(rank)
+        return join_names(
+            [f"{label} (on rank {', '.join(map(str, at))})" for label, at in ranks.items()]
+        )
+
+    def is_term(self, index: int) -> bool:
+        """Whether a gradient is one of several terms of a sum, which other processes have."""
+        plan = self.plan
+        if plan is None or plan.sharding is None:
+            return False
+        index = index if self.distinct is None else self.distinct[index]
+        return bool(plan.sharding.shards[index].sums_over)
 
     def positions(self) -> Sequence[int] | None:
         """The positions of the gradients among the sources; None where every source has one."""
@@ -242,6 +417,10 @@ class Gradients:
         return list(sources) if at is None else [sources[i] for i in at]
 
     def finish_writing(self, *, wrote: bool = True) -> None:
-        """Writes copies back."""
-        for index, dense in self.copies.items() if wrote else ():
+        """Writes copies back, and counts the versions of DTensors."""
+        if not wrote:
+            return
+        for index, dense in self.copies.items():
             write_back_(self.tensors[index], dense)
+        if self.wrappers:
+            torch.autograd.graph.increment_version(self.wrappers)

@@ -1,4 +1,8 @@
-"""Norms of a gradient list before clipping: measured by group, and put together."""
+"""Norms of a gradient list before clipping: measured by group, and put together.
+
+Those of a list over processes are reduced here, and nowhere else, see
+`tritonclip.distributed.reduction`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,17 @@ from tritonclip.backends.interface import Batch, Limit, PartialNorms
 from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
+    moduli_of,
     results_of,
+    unscaled,
     wide_dtype,
 )
 from tritonclip.backends.units import TorchUnits
+from tritonclip.distributed.process_groups import ERRORS, gather_objects
+from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
+from tritonclip.distributed.shards import Positions, Sharding, absent_shard
 from tritonclip.engine import units
+from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan import Plan
 from tritonclip.modes import refuse_tracer, without_grad
@@ -42,6 +52,8 @@ class Norms:
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
         plan: of the list.
+        reduced: the norm of all processes' gradients, or, with `per_gradient`, of each parameter's;
+            float64, 1-d. None of a list that other processes do not share.
         limit: the rule's for these norms, once it was asked for.
     """
 
@@ -52,6 +64,7 @@ class Norms:
     grad_scale: float | Tensor
     gradients: Gradients
     plan: Plan
+    reduced: Tensor | None = None
     limit: Limit = field(default=None, init=False)
 
     def norm(self) -> Tensor:
@@ -60,6 +73,9 @@ class Norms:
         0-d, or 1-d with that of each gradient.
         """
         plan = self.plan
+        if self.reduced is not None:
+            norm = unscaled(self.reduced, self.grad_scale).to(plan.dtype)
+            return norm if self.per_gradient else norm.reshape(())
         if not self.per_gradient:
             norm = self.batches[0].total(self.partials[0], self.norm_type, self.grad_scale)
             return norm.to(plan.device)
@@ -104,9 +120,12 @@ class Norms:
         return finite
 
     def lack_weights(self) -> Tensor | None:
-        """Of which gradients a unit has no limit, because its weights are NaN; None by no unit."""
+        """Of which gradients a unit has no limit, because its weights are NaN; None by no unit.
+
+        Not known of other processes, which have to decide alike.
+        """
         batches: Sequence[Any] = self.batches
-        if not isinstance(batches[0], TorchUnits):
+        if self.reduced is not None or not isinstance(batches[0], TorchUnits):
             return None
         found = zip(batches, self.partials, strict=True)
         return self.in_order([batch.lack_weights(partials) for batch, partials in found])
@@ -126,11 +145,14 @@ class Norms:
     @property
     def n_norms(self) -> int:
         """The number of norms, also of gradients that only other processes have."""
-        return len(self.gradients.tensors) if self.per_gradient else 1
+        return len(self.whole()) if self.per_gradient else 1
 
     def here(self, values: Tensor) -> Tensor:
         """Of one value for each norm, those of the gradients here."""
-        return values
+        if self.reduced is None:
+            return values
+        found = [group.of_parameters(values) for group in self.plan.groups]
+        return self.in_order(found) if found else values[:0]
 
     def sizes(self) -> Tensor:
         """The number of elements of each of these gradients; uploaded once for a plan."""
@@ -141,11 +163,16 @@ class Norms:
         return plan.sizes
 
     def whole(self) -> Sequence[Tensor]:
-        """Tensors of the shapes of all gradients that have norms."""
-        return self.gradients.tensors
+        """Tensors of the shapes of all gradients that have norms; DTensors have the whole shape."""
+        return self.gradients.tensors if self.reduced is None else self.gradients.wanted
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        return self.gradients.positions(), self.gradients.n_parameters
+        """Of these gradients among the parameters, None for all; and how many parameters."""
+        sources = self.gradients.sources
+        if self.reduced is None or sources is None:
+            return self.gradients.positions(), self.gradients.n_parameters
+        wanted = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
+        return None if len(wanted) == len(sources) else wanted, len(sources)
 
 
 def measure(
@@ -162,11 +189,16 @@ def measure(
     """
     plan = gradients.plan
     assert plan is not None
-    norm_type, per_gradient, by_unit = norm
     if plan.reduction is not None:
-        return plan.reduction.measure(  # type: ignore[no-any-return]
-            gradients, norm, grad_scale, names_culprits=names_culprits
-        )
+        norms = take_part(gradients, norm, grad_scale)
+        if gradients.error is None:
+            assert norms is not None
+            return norms
+        if norms is not None and names_culprits:
+            # The others ask for names where a norm is NaN.
+            gather_objects([], plan.reduction.domain)
+        raise gradients.error
+    norm_type, per_gradient, by_unit = norm
     if by_unit:
         return _measure_by_unit(gradients, grad_scale)
     if per_gradient:
@@ -177,6 +209,20 @@ def measure(
         partials = batch.norm(norm_type, per_gradient=per_gradient)
         return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients, plan)
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
+
+
+def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms | None:
+    """As `measure`, but raises no error of a rejected list; None if no process waits for it."""
+    plan = gradients.plan
+    assert plan is not None
+    if plan.reduction is None:
+        return measure(gradients, norm, grad_scale)
+    # Of norms by tensor without DTensors, the others find the same error in their parameters.
+    if gradients.error is not None and norm.each and not plan.reduction.one_list:
+        return None
+    if norm.by_unit:
+        return _measure_units_everywhere(gradients, grad_scale)
+    return _measure_everywhere(gradients, norm, grad_scale)
 
 
 @without_grad
@@ -232,8 +278,100 @@ def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[Par
     return [joined[device] for device in devices]
 
 
-def moduli_of(pairs: Tensor) -> Tensor:
-    """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
-    # Moduli of finite float32 pairs may be over its largest number.
-    wide = pairs.to(wide_dtype(pairs.device))
-    return torch.view_as_complex(wide.reshape(-1, 2)).abs()
+@without_grad
+def _measure_everywhere(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms:
+    """Measures the shards here, and reduces their norms with those of all processes."""
+    norm_type, each, _ = norm
+    plan = gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    if each:
+        refuse_tracer()
+    sharding = plan.reduction
+    # A weight of 0: on a mesh of other processes.
+    is_part = gradients.may_be_part and all(shard.weight for shard in sharding.shards)
+    if not (each or is_part) and (uncovered := sharding.domain.uncovered):
+        raise ValueError(uncovered)
+    batches, measured, terms = [], [], []
+    for group in plan.groups:
+        tensors, addresses = gradients.of_group(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        batches.append(batch)
+        shard, positions = group.place()
+        if shard.sums_over:
+            pairs = zip(positions.numbers, tensors, strict=True)
+            terms += [PartialSum(at, tensor, group.pairs, shard) for at, tensor in pairs]
+        else:
+            norms = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=each)
+            measured.append(ShardNorms(norms, shard, positions))
+    n_each = sharding.n_parameters if each else None
+    reduced = _reduce(gradients, sharding, measured, norm_type, n_each, terms)
+    partials: list[Any] = []
+    for group, batch in zip(plan.groups, batches, strict=True):
+        whole = reduced
+        if each:
+            whole = batch.partials_each(group.of_parameters(reduced), norm_type)
+        partials.append(whole.to(group.device))
+    return Norms(batches, partials, norm_type, each, grad_scale, gradients, plan, reduced)
+
+
+@without_grad
+def _measure_units_everywhere(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
+    """As `_measure_everywhere`, by unit: one all-reduce for norms of gradients and of weights."""
+    try:
+        batches = units.batches_of(gradients)
+    except ERRORS as error:
+        gradients.reject_(error)
+        batches = units.batches_of(gradients)
+    plan = gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    n, measured = plan.reduction.n_parameters, _absent_weights(gradients, plan.reduction)
+    found = [(group, b, b.measure()) for group, b in zip(plan.groups, batches, strict=True)]
+    for group, batch, norms in found:
+        shard, positions = group.place()
+        measured.append(ShardNorms(batch.norms_each(norms), shard, positions))
+        # Weights stand below the n gradients.
+        below = Positions([n + position for position in positions.numbers])
+        measured.append(ShardNorms(batch.norms_each(norms.flip(0)), shard, below))
+    reduced = _reduce(gradients, plan.reduction, measured, 2.0, 2 * n)
+    partials = []
+    for group, batch, norms in found:
+        whole, weights = (group.of_parameters(half).to(norms.device) for half in reduced.split(n))
+        partials.append(batch.with_whole(norms, whole, weights))
+    as_batches: list[Any] = [*batches]
+    return Norms(as_batches, partials, 2.0, True, grad_scale, gradients, plan, reduced[:n])
+
+
+def _absent_weights(gradients: Gradients, sharding: Sharding) -> list[ShardNorms]:
+    """Weights that are one unit with those of other processes, and have no gradient here."""
+    measured = []
+    for at in sharding.absent:
+        parameter = gradients.wanted[at]
+        if parameter.dim() < 2 and parameter.requires_grad:
+            shard = absent_shard(sharding.specs, at, sharding.domain)
+            weight = units.weight_of(parameter).detach()
+            wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+            norm: Tensor = torch.linalg.vector_norm(wide)
+            below = Positions([sharding.n_parameters + at])
+            measured.append(ShardNorms(norm, shard, below))
+    return measured
+
+
+def _reduce(
+    gradients: Gradients,
+    sharding: Sharding,
+    measured: Sequence[ShardNorms],
+    norm_type: float,
+    n_each: int | None,
+    terms: Sequence[PartialSum] | None = None,
+) -> Tensor:
+    """The norm of all processes' gradients, or `n_each`; float64, 1-d."""
+    plan = gradients.plan
+    assert plan is not None
+    absent = {at: gradients.wanted[at] for at in sharding.absent}
+    reduction = Reduction(
+        *(sharding, norm_type, plan.device, gradients.device, gradients.error, n_each),
+        *(terms, absent),
+    )
+    return reduction.run(measured)

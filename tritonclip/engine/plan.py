@@ -14,18 +14,20 @@ from torch import Tensor
 
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
+from tritonclip.backends.operators import WIDE
 from tritonclip.backends.units import TorchUnitLayout
-from tritonclip.engine.arguments import PLAIN, LabelOf
+from tritonclip.distributed.shards import LocalShard, Positions, Sharding
+from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
-from tritonclip.modes import without_grad
+from tritonclip.modes import PLAIN, without_grad
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Group:
-    """Gradients that one launch serves: of one device and dtype.
+    """Gradients that one launch serves: of one device, dtype and shard.
 
     Attributes:
         indices: in the list; None for all of it.
@@ -33,6 +35,8 @@ class Group:
         dtype: of the gradients; real, also where they are complex.
         pairs: they are complex.
         layout: of the backend that serves them.
+        shard: that lies here of each, in a list over processes; None in other lists.
+        positions: of these gradients among the parameters that are to be clipped.
     """
 
     indices: Sequence[int] | None
@@ -40,10 +44,23 @@ class Group:
     dtype: torch.dtype
     pairs: bool
     layout: Layout
+    shard: LocalShard | None = None
+    positions: Positions | None = None
 
     def of(self, items: Sequence[T]) -> list[T]:
         """Those of the group, of items that belong to the gradients of the list."""
         return [*items] if self.indices is None else [items[i] for i in self.indices]
+
+    def place(self) -> tuple[LocalShard, Positions]:
+        """Shard and positions in a list over processes."""
+        assert self.shard is not None
+        assert self.positions is not None
+        return self.shard, self.positions
+
+    def of_parameters(self, values: Tensor) -> Tensor:
+        """Those of the group, of one value for each parameter that is to be clipped, 1-d."""
+        _, positions = self.place()
+        return values[positions.on(values.device)]
 
 
 @dataclass(slots=True)
@@ -70,7 +87,8 @@ class Plan:
         spans: bytes from the first to the last of each gradient; 0 for those without elements.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
-        reduction: of norms over processes, see `tritonclip.distributed`; None for one process.
+        sharding: how the list lies over processes; None for a list of plain tensors.
+        reduction: this, where other processes have shards, so that norms are reduced; else None.
         sizes: elements of each gradient, on the device of results; None before a rule asks.
         units: guards of weights, and with such weights the layout of each group for a rule by unit;
             None before the first.
@@ -92,7 +110,8 @@ class Plan:
     spans: list[int] = field(default_factory=list)
     n_bytes: int = 0
     guards: Any = None
-    reduction: Any = None
+    sharding: Sharding | None = None
+    reduction: Sharding | None = None
     sizes: Tensor | None = None
     units: tuple[Any, Sequence[TorchUnitLayout]] | None = None
 
@@ -104,8 +123,6 @@ class Plan:
         return grads
 
 
-# The dtypes whose norms are float64.
-WIDE = frozenset({torch.float64, torch.complex128})
 # Floating-point dtypes of one byte, for which PyTorch has no arithmetic.
 FLOAT8 = frozenset(
     x
@@ -118,7 +135,7 @@ GRADIENT_BYTES = 512
 
 # The gradients of a group share their device, their dtype, whether they are complex, and their
 # shard.
-_Kind = tuple[torch.device, torch.dtype, bool, Hashable]
+_Kind = tuple[torch.device, torch.dtype, bool, LocalShard | None]
 
 
 class NewPlan(NamedTuple):
@@ -145,13 +162,12 @@ def make_plan(
     *,
     verifying: bool,
     whole: bool = True,
-    shards: Sequence[Hashable] | None = None,
-    wide: bool = False,
+    sharding: Sharding | None = None,
 ) -> NewPlan:
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
-    Of `whole` gradients no other process has a part. Those whose `shards` differ are of different
-    groups. With `wide`, results are float64 in any case. Raises as :class:`Gradients`.
+    Of `whole` gradients no other process has a part. Those whose shards differ are of different
+    groups. Raises as :class:`Gradients`.
     """
     grads = list(tensors)
     for index, grad in enumerate(grads):
@@ -183,7 +199,7 @@ def make_plan(
             views.append(view)
             values = view.of(values)
         readable.append(values)
-        shard = None if shards is None else shards[kept[index]]
+        shard = None if sharding is None else sharding.shards[kept[index]]
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
     if found := find_overlap(regions):
@@ -194,12 +210,15 @@ def make_plan(
         )
     n = len(readable)
     groups = []
-    for (device, dtype, pairs, _), indices in members.items():
+    for (device, dtype, pairs, shard), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
         layout = layout_of(tensors)
-        every = None if len(indices) == n else indices
-        groups.append(Group(every, device, dtype, pairs, layout))
-        if views and layout.by_address and not (pairs or sparse or shards):
+        group = Group(None if len(indices) == n else indices, device, dtype, pairs, layout)
+        groups.append(group)
+        if sharding is not None:
+            group.shard = shard
+            group.positions = Positions([sharding.positions[kept[i]] for i in indices])
+        if views and layout.by_address and not (pairs or sparse or sharding):
             # Addresses are enough here. Complex pairs need views; shards are sent to other
             # processes as contiguous tensors.
             addressed = set(indices)
@@ -211,16 +230,19 @@ def make_plan(
         staged=tuple(copies),
         views=tuple(views),
         device=grads[0].device,
-        dtype=torch.float64 if wide else result_dtype(grads),
+        dtype=torch.float64 if sharding and sharding.wide else result_dtype(grads),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         inference=any(map(Tensor.is_inference, grads)),
-        requires_grad=any(grad.requires_grad for grad in grads),
+        requires_grad=sharding is not None or any(grad.requires_grad for grad in grads),
         verifying=verifying,
         # No array: these numbers are added to addresses in every step of a training loop.
         spans=[0 if r is None else r.end - r.start for r in regions],
         n_bytes=GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups),
+        sharding=sharding,
+        reduction=sharding if sharding and sharding.is_spread else None,
     )
+    whole = whole and sharding is None
     plan.ordinary = whole and not (copies or sparse or plan.pairs or plan.inference)
     if plan.ordinary and len(groups) == 1 and not verifying:
         plan.only_group = groups[0]
@@ -229,10 +251,12 @@ def make_plan(
     return NewPlan(plan, distinct, copies, readable)
 
 
-def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
+def empty_plan(sharding: Sharding, device: torch.device, *, verifying: bool) -> Plan:
     """The plan of a process without gradients, where others have some."""
-    dtype = torch.float64 if wide else torch.float32
-    return Plan((), device, dtype, verifying, requires_grad=True)
+    dtype = torch.float64 if sharding.wide else torch.float32
+    return Plan(
+        (), device, dtype, verifying, requires_grad=True, sharding=sharding, reduction=sharding
+    )
 
 
 def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.distributed.shards import Specs
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.settings import Settings
@@ -64,28 +65,35 @@ class PlanCache:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         # The plan found or kept last, its length and settings, whether its first gradient was made
-        # in inference mode, and its sharding: most lists are that of the call before.
-        self._last: tuple[Plan, tuple[int, Settings, bool, object]] | None = None
+        # in inference mode, and its specs: most lists are that of the call before.
+        self._last: tuple[Plan, tuple[int, Settings, bool, Specs | None]] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def find(
-        self, grads: list[Tensor], addresses: list[int], setting: Settings, sharding: object = None
+        self,
+        grads: list[Tensor],
+        addresses: list[int],
+        setting: Settings,
+        specs: Specs | None = None,
     ) -> Plan | None:
         """The plan for distinct gradients of a known form, at least one; None for others."""
-        # At a nested tensor the guards end the process.
+        # The guards crash on nested tensors.
         if any(map(_get_is_nested, grads)):
             return None
         # The guards compare dispatch keys too. Inside an operator of torch.library.custom_op, as
         # users write them, every tensor has the key of inference tensors, so the first one stands
         # for the list.
         inference, last = grads[0].is_inference(), self._last
-        quick_key = len(grads), setting, inference, sharding
+        quick_key = len(grads), setting, inference, specs
         if last is not None and last[1] == quick_key and last[0].guards.check(*grads):
             plan = last[0]
+            if specs is not None:
+                # From now on recognised by identity.
+                self._last = plan, quick_key
             return plan if addresses == plan.addresses or _accepts(plan, grads, addresses) else None
-        key = _key(grads, inference, setting, sharding)
+        key = _key(grads, inference, setting, specs)
         found = self._plans.get(key)
         if found is None or not found.guards.check(*grads):
             return None
@@ -105,13 +113,13 @@ class PlanCache:
         grads: list[Tensor],
         addresses: list[int],
         setting: Settings,
-        sharding: object = None,
+        specs: Specs | None = None,
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.guards = addresses, guards_of(grads)
         inference = grads[0].is_inference()
-        self._plans[_key(grads, inference, setting, sharding)] = plan
-        self._last = plan, (len(grads), setting, inference, sharding)
+        self._plans[_key(grads, inference, setting, specs)] = plan
+        self._last = plan, (len(grads), setting, inference, specs)
         while self._is_full():
             try:
                 self._plans.popitem(last=False)
@@ -132,12 +140,12 @@ class PlanCache:
 
 
 def _key(
-    grads: list[Tensor], inference: bool, setting: Settings, sharding: object
+    grads: list[Tensor], inference: bool, setting: Settings, specs: Specs | None
 ) -> tuple[object, ...]:
     """Cheap; the guards then verify the match."""
     first = grads[0]
     sizes = first.numel(), grads[-1].numel()
-    return len(grads), first.dtype, first.device, *sizes, inference, setting, sharding
+    return len(grads), first.dtype, first.device, *sizes, inference, setting, specs
 
 
 def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:

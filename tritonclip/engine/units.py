@@ -8,12 +8,11 @@ from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.units import TorchUnitLayout, TorchUnits
-from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.plan_cache import guards_of
-from tritonclip.modes import without_grad
+from tritonclip.modes import PLAIN, without_grad
 
 # Most that a gradient adds to its plan: four numbers, the guard of its weights, and for Triton both
 # addresses in each of eight tables.

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.backends.operators import WIDE, wide_dtype
+from tritonclip.distributed.agreement import agree, describe_call, describe_parameters
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, measure
-from tritonclip.engine.plan import WIDE
 from tritonclip.engine.units import norms_by_unit
-from tritonclip.rules import Norm, Rule, has_user_limit
+from tritonclip.rules import BoundRule, Norm, Rule, has_user_limit
 from tritonclip.settings import use_backend
 
 # Norms are right to 1e-6 (float64: 1e-12), in relative terms.
@@ -167,6 +167,29 @@ class Reference:
             wrong = ~(is_near | (found == fits) | (found.isnan() & fits.isnan()))
             mismatches += mismatch(self._gradients.label(index), found, right, wrong)
         raise_mismatches(mismatches)
+
+
+def agree_on(
+    gradients: Gradients,
+    call: str,
+    rule: Rule | Norm,
+    grad_scale: float | Tensor = 1.0,
+    nonfinite: str = "propagate",
+    total_norm: Tensor | None = None,
+) -> None:
+    """Raises on all processes of a list where they make another call; each of them waits."""
+    plan = gradients.plan
+    if plan is None or plan.reduction is None:
+        return
+    state = rule.state if isinstance(rule, BoundRule) else None
+    described = {"the call": call} | describe_call(rule, float(grad_scale), nonfinite, state)
+    if total_norm is not None:
+        described["the total norm"] = repr(float(total_norm))
+    # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
+    each = rule.each if isinstance(rule, Norm) else rule.per_gradient
+    if plan.reduction.one_list and (gradients.sources is not None or each):
+        described |= describe_parameters(gradients.wanted, gradients.label_of_wanted)
+    agree(described, gradients.error, plan.reduction.domain)
 
 
 def mismatch(label: str, found: Tensor, expected: Tensor, wrong: Tensor) -> list[str]:

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Processes
-from tritonclip.engine.arguments import PLAIN, GradientSource, labelled, needs_clip
-from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.arguments import GradientSource, labelled, needs_clip
+from tritonclip.engine.gradients import Gradients, collect
 from tritonclip.engine.memory import flat_size
 from tritonclip.engine.plan import FLOAT8
 from tritonclip.messages import join_names
-from tritonclip.modes import is_observed, outside_inference, without_grad
+from tritonclip.modes import PLAIN, is_observed, outside_inference, without_grad
 from tritonclip.rules import Rule
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.plan import WIDE, result_dtype
+from tritonclip.backends.operators import WIDE, wide_dtype
+from tritonclip.engine.plan import result_dtype
 from tritonclip.modes import is_traced
 
 

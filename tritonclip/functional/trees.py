@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.plan import FLOAT8
-from tritonclip.modes import is_traced
+from tritonclip.modes import PLAIN, is_traced
 
 _LEAVES = PLAIN | {type(None)}
 

@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
-from tritonclip.distributed.gradients import collect, collect_all
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import PLAIN
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure
+from tritonclip.engine.gradients import Gradients, collect, collect_all
+from tritonclip.engine.norms import Norms, take_part
 from tritonclip.engine.plan_cache import PlanCache
+from tritonclip.modes import PLAIN
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import (
     Groups,
@@ -69,8 +68,7 @@ class ClipGroup:
     @property
     def is_spread(self) -> bool:
         """Whether other processes have shards of the gradients, or may have."""
-        plan = self.gradients.plan
-        return plan is not None and plan.reduction is not None
+        return self.gradients.is_spread
 
     @property
     def owner(self) -> str:
@@ -264,10 +262,7 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
     for group, norm, of_rule in requests:
         # By value, an element counts as it came, and a loss scale only where it is NaN.
         scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
-        plan = group.gradients.plan
-        assert plan is not None
         # The step raises errors of processes, also one that a measurement finds.
-        take_part = measure if plan.reduction is None else plan.reduction.take_part
         norms = take_part(group.gradients, norm, scale)
         if norms is not None:
             group.keep(norm, norms, of_rule=of_rule)

@@ -18,15 +18,13 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.distributed.agreement import (
     agree,
-    ask_limits,
     describe_parameters,
     describe_rule,
     describe_state,
 )
-from tritonclip.distributed.gradients import ShardedGradients
 from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
-from tritonclip.engine.execute import limit_of
+from tritonclip.engine.execute import ask_limits, limit_of
 from tritonclip.engine.norms import measure
 from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
@@ -191,12 +189,11 @@ class Step:
             texts[f"the state of {owner}"] = describe_state(state)
         texts["the parameter groups with a rule"] = ", ".join(group.owner for group in spread)
         for group in spread:
-            gradients = group.gradients
-            if isinstance(gradients, ShardedGradients):
-                texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
-                if gradients.sharding.one_list:
-                    found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
-                    texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
+            gradients, plan = group.gradients, group.gradients.plan
+            texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
+            if plan is not None and plan.reduction is not None and plan.reduction.one_list:
+                found = describe_parameters(gradients.wanted, gradients.label_of_wanted)
+                texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
         texts["the norms to measure"] = str(
             [request.describe() for request in needed if request.group.is_spread]
         )
