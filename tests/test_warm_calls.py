@@ -58,10 +58,10 @@ def test_entered_finds_functions_of_the_library_only(found):
 @pytest.mark.parametrize(
     ("call", "functions", "modules"),
     [
-        ("global norm", 12, 8),
-        ("each norm", 15, 9),
-        ("value", 12, 8),
-        ("step", 30, 12),
+        ("global norm", 12, 7),
+        ("each norm", 15, 8),
+        ("value", 12, 7),
+        ("step", 30, 11),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):

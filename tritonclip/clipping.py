@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tritonclip.engine.checks import (
     POLICIES,
     REMEDY,
     TORCH_REMEDY,
+    Nonfinite,
     unknown_policy,
 )
 from tritonclip.engine.gradients import Gradients, collect, collect_tensors
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-Nonfinite = Literal["propagate", "error", "zero"]
 Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]]
 
 

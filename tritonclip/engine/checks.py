@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ def refuse_negative(total_norm: Tensor) -> None:
         raise ValueError(f"total_norm must be 0 or more, got {number}")
 
 
-POLICIES = ("propagate", "error", "zero")
+Nonfinite = Literal["propagate", "error", "zero"]
+POLICIES = get_args(Nonfinite)
 REMEDY = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'"
 TORCH_REMEDY = (
     "To disable this error and scale the gradients by the non-finite norm anyway, set "

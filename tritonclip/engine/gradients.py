@@ -134,6 +134,9 @@ def _collect_shards(
             tensors, device, label_of, sources, argument, cache, specs, label_of_wanted
         )
         gradients.wanted, gradients.wrappers = wanted, wrappers
+        if not tensors and (sharding := sharding_of(specs, label_of_wanted)).is_spread:
+            verifying = settings.current().verifying
+            gradients.plan = empty_plan(sharding, device, verifying=verifying)
         return gradients
 
     def take_nothing() -> Gradients:
@@ -218,8 +221,6 @@ class Gradients:
         self.specs, self.label_of_wanted = specs, label_of_wanted
         self.readable: list[Tensor] = tensors
         if not tensors:
-            if specs is not None:
-                self._plan_nothing(specs)
             return
         setting = settings.current()
         # A mode may hand out other tensors than asked for, which no plan may keep.
@@ -285,13 +286,6 @@ class Gradients:
             assert addresses is not None
             cache.keep(new.plan, tensors, addresses, setting, self.specs)
 
-    def _plan_nothing(self, specs: Specs) -> None:
-        """Plans a list of which only other processes have gradients, with which it takes part."""
-        sharding = sharding_of(specs, self.label_of_wanted)
-        if sharding.is_spread:
-            verifying = settings.current().verifying
-            self.plan = empty_plan(sharding, self.device, verifying=verifying)
-
     def _make_plan(
         self,
         tensors: list[Tensor],
@@ -345,11 +339,6 @@ class Gradients:
     def is_spread(self) -> bool:
         """Whether other processes have shards of the gradients, or may have."""
         return self.plan is not None and self.plan.reduction is not None
-
-    @property
-    def n_parameters(self) -> int:
-        """The parameters that the list was collected from, with and without a gradient."""
-        return len(self.tensors if self.sources is None else self.sources)
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""

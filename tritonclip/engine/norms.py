@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, Limit, PartialNorms
 from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
-    moduli_of,
     results_of,
     unscaled,
     wide_dtype,
 )
-from tritonclip.backends.units import TorchUnits
+from tritonclip.backends.units import TorchUnits, unit_norms
 from tritonclip.distributed.process_groups import ERRORS, gather_objects
 from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
 from tritonclip.distributed.shards import Positions, Sharding, absent_shard
@@ -168,9 +166,11 @@ class Norms:
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """Of these gradients among the parameters, None for all; and how many parameters."""
-        sources = self.gradients.sources
-        if self.reduced is None or sources is None:
-            return self.gradients.positions(), self.gradients.n_parameters
+        gradients, sources = self.gradients, self.gradients.sources
+        if sources is None:
+            return gradients.positions(), len(gradients.tensors)
+        if self.reduced is None:
+            return gradients.positions(), len(sources)
         wanted = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
         return None if len(wanted) == len(sources) else wanted, len(sources)
 
@@ -200,7 +200,7 @@ def measure(
         raise gradients.error
     norm_type, per_gradient, by_unit = norm
     if by_unit:
-        return _measure_by_unit(gradients, grad_scale)
+        return _measure_units(gradients, grad_scale)
     if per_gradient:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
@@ -221,19 +221,8 @@ def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> N
     if gradients.error is not None and norm.each and not plan.reduction.one_list:
         return None
     if norm.by_unit:
-        return _measure_units_everywhere(gradients, grad_scale)
+        return _measure_units(gradients, grad_scale)
     return _measure_everywhere(gradients, norm, grad_scale)
-
-
-@without_grad
-def _measure_by_unit(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
-    """Measures a list by unit, with its weights."""
-    plan = gradients.plan
-    assert plan is not None
-    # These batches have the verbs for norms by gradient, and no others.
-    batches: list[Any] = [*units.batches_of(gradients)]
-    partials = [batch.measure() for batch in batches]
-    return Norms(batches, partials, 2.0, True, grad_scale, gradients, plan)
 
 
 def _measure_groups(
@@ -246,21 +235,13 @@ def _measure_groups(
     partials: list[PartialNorms] = []
     for group in plan.groups:
         tensors, addresses = gradients.of_group(group.indices)
-        moduli = batch = group.layout.bind(tensors, addresses)
-        if group.pairs and norm_type != 2.0:
-            magnitudes = list(map(moduli_of, tensors))
-            if per_gradient:
-                # Kernels find the norm of a gradient by the chunks that they write to, and moduli
-                # have others.
-                layout = torch_layout(group.device)
-                layout.dtype = plan.dtype
-                batch = layout.bind(tensors, addresses)
-            else:
-                layout = layout_of(magnitudes)
-            moduli = layout.bind(magnitudes, None)
+        batch = group.layout.bind(tensors, addresses)
         batches.append(batch)
-        measured = moduli.norm(norm_type, per_gradient=per_gradient)
-        partials.append(measured)
+        if group.pairs and norm_type != 2.0:
+            norms = norms_of(tensors, None, norm_type, pairs=True, each=per_gradient)
+            partials.append(batch.partials_each(norms, norm_type) if per_gradient else norms)
+        else:
+            partials.append(batch.norm(norm_type, per_gradient=per_gradient))
     if not per_gradient:
         partials = _join(partials, [group.device for group in plan.groups])
     return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients, plan)
@@ -316,8 +297,8 @@ def _measure_everywhere(gradients: Gradients, norm: Norm, grad_scale: float | Te
 
 
 @without_grad
-def _measure_units_everywhere(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
-    """As `_measure_everywhere`, by unit: one all-reduce for norms of gradients and of weights."""
+def _measure_units(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
+    """Measures a list by unit, with its weights; over processes by one all-reduce for both."""
     try:
         batches = units.batches_of(gradients)
     except ERRORS as error:
@@ -325,9 +306,13 @@ def _measure_units_everywhere(gradients: Gradients, grad_scale: float | Tensor) 
         batches = units.batches_of(gradients)
     plan = gradients.plan
     assert plan is not None
-    assert plan.reduction is not None
+    # These batches have the verbs for norms by gradient, and no others.
+    as_batches: list[Any] = [*batches]
+    partials = [batch.measure() for batch in batches]
+    if plan.reduction is None:
+        return Norms(as_batches, partials, 2.0, True, grad_scale, gradients, plan)
     n, measured = plan.reduction.n_parameters, _absent_weights(gradients, plan.reduction)
-    found = [(group, b, b.measure()) for group, b in zip(plan.groups, batches, strict=True)]
+    found = list(zip(plan.groups, batches, partials, strict=True))
     for group, batch, norms in found:
         shard, positions = group.place()
         measured.append(ShardNorms(batch.norms_each(norms), shard, positions))
@@ -339,7 +324,6 @@ def _measure_units_everywhere(gradients: Gradients, grad_scale: float | Tensor) 
     for group, batch, norms in found:
         whole, weights = (group.of_parameters(half).to(norms.device) for half in reduced.split(n))
         partials.append(batch.with_whole(norms, whole, weights))
-    as_batches: list[Any] = [*batches]
     return Norms(as_batches, partials, 2.0, True, grad_scale, gradients, plan, reduced[:n])
 
 
@@ -350,9 +334,8 @@ def _absent_weights(gradients: Gradients, sharding: Sharding) -> list[ShardNorms
         parameter = gradients.wanted[at]
         if parameter.dim() < 2 and parameter.requires_grad:
             shard = absent_shard(sharding.specs, at, sharding.domain)
-            weight = units.weight_of(parameter).detach()
-            wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
-            norm: Tensor = torch.linalg.vector_norm(wide)
+            # One unit, whose norm is that of the weight.
+            norm = unit_norms(units.weight_of(parameter))
             below = Positions([sharding.n_parameters + at])
             measured.append(ShardNorms(norm, shard, below))
     return measured

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.interface import arithmetic_of
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.checks import check_policy
+from tritonclip.engine.checks import Nonfinite, check_policy
 from tritonclip.engine.plan import result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.evaluation import is_readable, is_recorded, norms_of_rows
@@ -26,7 +26,6 @@ from tritonclip.functional.trees import Tree
 from tritonclip.messages import join_names
 
 T = TypeVar("T")
-Nonfinite = Literal["propagate", "error", "zero"]
 Reduction = Literal["sum", "mean"]
 
 # What AUTO-S adds to a norm.
