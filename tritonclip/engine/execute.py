@@ -76,7 +76,7 @@ def clip_(
         warn_if_no_parameters(gradients.sources or ())
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if plan.requires_grad and torch.is_grad_enabled():
-        return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+        return _clip_without_grad_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     if not plan.ordinary:
         spec = _check(gradients, rule)
     if plan.only_group is not None and nonfinite == "propagate":
@@ -108,6 +108,9 @@ def clip_(
         raise gradients.error
     zero = nonfinite == "zero"
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=zero).norm
+
+
+_clip_without_grad_ = without_grad(clip_)
 
 
 def _check(gradients: Gradients, rule: Rule) -> Norm:

@@ -8,8 +8,6 @@ shard of each gradient; see `tritonclip.distributed`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import replace
 from operator import attrgetter
 from sys import modules
 from types import MappingProxyType
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed.process_groups import Processes, gather_objects
-from tritonclip.distributed.shards import Sharding, Specs, are_sharded, local_tensors, sharding_of
+from tritonclip.distributed.shards import Specs, are_sharded, local_tensors, sharding_of
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
     LabelOf,
@@ -33,7 +31,7 @@ from tritonclip.engine.arguments import (
     tensors_in,
     unnamed,
 )
-from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan, unique_indices
+from tritonclip.engine.plan import Plan, empty_plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.reading import copy_of, write_back_
 from tritonclip.messages import join_names
@@ -277,7 +275,12 @@ class Gradients:
         sharding = None
         if self.specs is not None:
             sharding = sharding_of(self.specs, self.label_of_wanted)
-        new = self._make_plan(tensors, addresses, sharding, verifying=setting.verifying)
+        new = make_plan(
+            *(tensors, addresses, self.label),
+            verifying=setting.verifying,
+            whole=not are_fsdp_shards(self.sources or ()),
+            sharding=sharding,
+        )
         self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
         if new.distinct is not None:
             _, addresses = self._keep(new.distinct, tensors, addresses)
@@ -285,41 +288,6 @@ class Gradients:
         if cache is not None and new.distinct is None:
             assert addresses is not None
             cache.keep(new.plan, tensors, addresses, setting, self.specs)
-
-    def _make_plan(
-        self,
-        tensors: list[Tensor],
-        addresses: list[int] | None,
-        sharding: Sharding | None,
-        *,
-        verifying: bool,
-    ) -> NewPlan:
-        whole = not are_fsdp_shards(self.sources or ())
-        return make_plan(
-            tensors, addresses, self.label, verifying=verifying, whole=whole, sharding=sharding
-        )
-
-    def twin(self, copies: list[Tensor]) -> Gradients:
-        """The same list of dense copies, planned anew, for `verify()`.
-
-        Results, limits and coefficients are rounded as those of this list.
-        """
-        twin, plan = copy(self), self.plan
-        assert plan is not None
-        twin.tensors = twin.readable = copies
-        twin.addresses, twin.copies, twin.wrappers = None, {}, ()
-        if not copies:
-            twin.plan = replace(plan, verifying=False)
-            return twin
-        sharding = plan.sharding
-        if sharding is not None and self.distinct is not None:
-            sharding = sharding.of(self.distinct)
-        new = twin._make_plan(copies, None, sharding, verifying=False)
-        twin.plan, twin.readable = new.plan, new.readable
-        new.plan.dtype = plan.dtype
-        for group in new.plan.groups:
-            group.layout.dtype = plan.dtype
-        return twin
 
     def reject_(self, error: Exception) -> None:
         """Raises an error about the list, or drops its gradients where other processes wait for it.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from tritonclip.distributed.agreement import agree, describe_call, describe_para
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, measure
+from tritonclip.engine.plan import make_plan
 from tritonclip.engine.units import norms_by_unit
 from tritonclip.rules import BoundRule, Norm, Rule, has_user_limit
 from tritonclip.settings import use_backend
@@ -114,13 +117,31 @@ class Reference:
         self._compare_norms(expected.norm_here(), measured.norm_here())
 
     def _twin(self) -> Gradients:
-        """The list as it was, of float64 copies."""
-        copies = [before.clone() for before in self._before]
-        for index, grad in enumerate(self._gradients.tensors):
-            if self._gradients.is_term(index):
+        """The list as it was, of float64 copies, planned anew.
+
+        Results, limits and coefficients are rounded as those of the list.
+        """
+        gradients, copies = self._gradients, [before.clone() for before in self._before]
+        for index, grad in enumerate(gradients.tensors):
+            if gradients.is_term(index):
                 # Processes add up such terms in their dtype.
                 copies[index] = copies[index].to(grad.dtype)
-        return self._gradients.twin(copies)
+        twin, plan = copy(gradients), gradients.plan
+        assert plan is not None
+        twin.tensors = twin.readable = copies
+        twin.addresses, twin.copies, twin.wrappers = None, {}, ()
+        if not copies:
+            twin.plan = replace(plan, verifying=False)
+            return twin
+        sharding = plan.sharding
+        if sharding is not None and gradients.distinct is not None:
+            sharding = sharding.of(gradients.distinct)
+        new = make_plan(copies, None, gradients.label, verifying=False, sharding=sharding)
+        twin.plan, twin.readable = new.plan, new.readable
+        new.plan.dtype = plan.dtype
+        for group in new.plan.groups:
+            group.layout.dtype = plan.dtype
+        return twin
 
     def _compare_norms(
         self, expected: Tensor, result: Tensor, label_of: LabelOf | None = None
