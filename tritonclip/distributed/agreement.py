@@ -65,7 +65,7 @@ def verify_replicas(
 def describe_call(
     rule: Rule | Norm, grad_scale: object, nonfinite: str, state: ClipState | None
 ) -> dict[str, str]:
-    """What processes that share a norm have to agree on, by name."""
+    """Describes, by name, everything that processes which share a norm have to agree on."""
     # A tensor's text has its device, which differs.
     scale = grad_scale.tolist() if isinstance(grad_scale, Tensor) else grad_scale
     return {

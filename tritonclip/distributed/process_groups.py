@@ -23,36 +23,44 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# What gradients and arguments that cannot be clipped raise; all processes raise the same.
+# The errors of gradients and arguments that cannot be clipped: all processes raise the same one.
 ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 
 Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 
 class Processes(NamedTuple):
-    """The processes that hold a list, as far as none of its DTensors names them."""
+    """The processes that hold a list, as far as its DTensors do not name them.
 
-    # A ProcessGroup or a DeviceMesh; None for the processes of the DTensors' meshes.
+    Attributes:
+        group: a ProcessGroup or a DeviceMesh; None for the processes of the DTensors' meshes.
+        copies: how many processes hold a parameter's shard; None to go by its placements.
+        meshes: of other lists that are clipped in the same step, so that a step has one domain.
+    """
+
     group: Any = None
-    # How many processes hold a parameter's shard; None to go by its placements.
     copies: Copies | None = None
-    # Of other lists that are clipped in the same step, so that one step has one domain.
     meshes: tuple[DeviceMesh, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
-    """Processes to reduce over."""
+    """The processes that norms of a list are reduced over.
 
-    # Reduced over one after the other; they meet in this process only.
+    Attributes:
+        groups: reduced over one after the other; they meet in this process only.
+        size: the number of processes that they reach.
+        inner: the number of processes in the meshes of the list.
+        mesh_groups: the groups that reach the meshes: the first of `groups`, or none of them where
+            the user's group holds the meshes.
+        uncovered: why shards of the list may lie outside; "" where they do not.
+        carriers: see `carrier`.
+    """
+
     groups: tuple[ProcessGroup, ...]
-    # The number of processes that they reach, and of those in the meshes of the list.
     size: int
     inner: int
-    # Those that reach the meshes: the first of `groups`, or, where the user's group holds the
-    # meshes, none of them.
     mesh_groups: tuple[ProcessGroup, ...] = ()
-    # Why shards of the list may lie outside; "" where they do not.
     uncovered: str = ""
     carriers: dict[tuple[ProcessGroup, str], torch.device | None] = field(default_factory=dict)
 

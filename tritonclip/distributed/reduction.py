@@ -124,7 +124,7 @@ class Reduction:
         domain = self.sharding.domain
         groups, mesh_groups = domain.groups, domain.mesh_groups
         rows = rows_of(measured)
-        # In a number of its own, which no inf or NaN of another process hides.
+        # A mark in a separate number, which no inf or NaN of another process hides.
         numbers = torch.cat([rows, rows.new_full((1,), float(self.error is not None))])
         if self.terms is not None and (self.sharding.copied or self.terms):
             # The first collective carries flags, and the others go by them.
@@ -228,12 +228,12 @@ def norms_of(
     return batch.norms_each(measured, norm_type) if each else as_tensor(measured)
 
 
-# DTensors whose placement is Partial: the gradient is a sum, of which each process has a term. A
-# parameter does not say whether its gradient is Partial, and a process may have none. Only along a
-# dimension that the parameter is copied along can it be. So flags for these dimensions travel with
-# the first numbers of a reduction. A process that has all gradients knows the sums by itself: flags
-# are read, and the device is waited for, only where a gradient is missing. The process then takes
-# part with zeros, as the others do with their terms.
+# A gradient with a Partial placement is a sum, of which each process has one term. Its parameter
+# does not say so, and a process may have no gradient. But a gradient can be Partial only along a
+# mesh dimension that the parameter is copied along, so that flags for these dimensions travel with
+# the first numbers of a reduction. A process that has all gradients knows the sums without them.
+# Where one is missing, the process reads the flags, which waits for the device, and takes part with
+# zeros in place of a term.
 
 
 def zeros_for(

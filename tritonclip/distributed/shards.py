@@ -129,11 +129,16 @@ class Positions:
 
 
 class LocalShard(NamedTuple):
-    """The shard of a gradient that a process holds."""
+    """The shard of a gradient that a process holds.
 
-    # 1 / the processes of the domain that hold this very shard; 0: counted elsewhere.
+    Attributes:
+        weight: 1 / the processes of the domain that hold this very shard; 0 if it is counted
+            elsewhere.
+        sums_over: groups whose shards are the terms of a sum.
+        divisor: makes a mean of the sum.
+    """
+
     weight: float
-    # Groups whose shards are terms of a sum, and the divisor that makes it a mean.
     sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
 
@@ -203,7 +208,7 @@ def _weight(copies: int | None, n_shards: int, domain: Domain) -> float:
 
 @dataclass(slots=True, eq=False)
 class Sharding:
-    """All that is known of a list over processes, but for its local shards.
+    """How a list lies over processes: its domain, and the shard of each gradient that is here.
 
     Attributes:
         domain: the processes that hold it.

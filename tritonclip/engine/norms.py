@@ -1,6 +1,6 @@
 """Norms of a gradient list before clipping: measured by group, and put together.
 
-Those of a list over processes are reduced here, and nowhere else, see
+The norms of a list over processes are reduced here and nowhere else; see
 `tritonclip.distributed.reduction`.
 """
 

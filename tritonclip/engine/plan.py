@@ -1,6 +1,6 @@
-"""Plans: everything derived from a gradient list that does not change between calls.
+"""The plan of a gradient list, and how one is made for a list that has none.
 
-`make_plan` checks the gradients of a list that has none, groups them, and lays them out. It changes
+`make_plan` checks the gradients, groups them, and chooses a backend for each group. It changes
 nothing and knows its arguments only.
 """
 
@@ -48,7 +48,7 @@ class Group:
     positions: Positions | None = None
 
     def of(self, items: Sequence[T]) -> list[T]:
-        """Those of the group, of items that belong to the gradients of the list."""
+        """The items of the group, from one item for each gradient of the list."""
         return [*items] if self.indices is None else [items[i] for i in self.indices]
 
     def place(self) -> tuple[LocalShard, Positions]:
@@ -58,14 +58,14 @@ class Group:
         return self.shard, self.positions
 
     def of_parameters(self, values: Tensor) -> Tensor:
-        """Those of the group, of one value for each parameter that is to be clipped, 1-d."""
+        """The values of the group, from one for each parameter that is to be clipped, 1-d."""
         _, positions = self.place()
         return values[positions.on(values.device)]
 
 
 @dataclass(slots=True)
 class Plan:
-    """All that is known of a gradient list.
+    """Everything derived from a gradient list that does not change between calls.
 
     Attributes:
         groups: of all gradients; none where only other processes have any.
