@@ -371,15 +371,19 @@ def test_trials_become_longer_while_they_are_too_short_and_time_is_left(creeping
     assert longer.spent > short.spent + longer.best.steps
 
 
-def test_an_interrupt_of_longer_trials_gives_the_answer_of_shorter_ones(creeping):
+@pytest.mark.parametrize("end", ["interrupt", "no more batches"])
+def test_longer_trials_that_end_early_give_the_answer_of_shorter_ones(creeping, end):
     begun = []
 
     def stop(done, most):
         begun.extend([most] * (not done))
-        if len(begun) == 2 and done == 5:
+        if len(begun) == 2 and done == 5 and end == "interrupt":
             raise KeyboardInterrupt
 
-    found = find(creeping, steps=None, seeds=1, progress=stop)
+    def train(clip):
+        yield from itertools.islice(creeping(clip), 100 if end != "interrupt" else None)
+
+    found = find(train, steps=None, seeds=1, progress=stop)
     assert found.best.steps == 60
     assert found.is_too_short
 

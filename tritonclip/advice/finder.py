@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tritonclip.advice.series import EPS, moves, two_digits
 from tritonclip.advice.trials import Training, Trial, kept_random_states
+from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.rules import Rule
@@ -422,16 +423,19 @@ def find_max_norm(
         begun = monotonic()
         try:
             found = _answer(training, *clips, chosen, n, progress)
-        except KeyboardInterrupt:
-            # That of shorter trials is an answer too.
+        except (KeyboardInterrupt, ValueError):
+            # Of an interrupt, or of a train that ends: that of shorter trials is an answer too.
             if found is None:
                 raise
             return found
         spent += found.spent
         found = replace(found, spent=spent)
+        is_told = found.is_held_out or found.is_interrupted or not found.is_too_short
+        if steps is not None or is_told:
+            return found
         now = monotonic()
-        is_last = steps is not None or not found.is_too_short or found.is_interrupted
-        if is_last or now + _LONGER * (now - begun) > end:
+        # The same on all processes.
+        if mean_of_all(end - now - _LONGER * (now - begun), training.device) < 0:
             return found
         n *= _LONGER
 

@@ -75,6 +75,8 @@ class Training:
         self._known: list[weakref.ref[Tensor]] = []
         self._first_norms: dict[int, float] = {}
         self.learning_rate: float | None = None
+        # Of the losses.
+        self.device = torch.device("cpu")
 
     def run(self, seed: int, clip: float | Rule, steps: int, tick: Callable[[], None]) -> Trial:
         """Trains from a seed under a limit; the host waits for an accelerator at the end only."""
@@ -93,6 +95,7 @@ class Training:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in the trial of find_max_norm with limit {clip} and seed {seed}")
             raise
+        self.device = losses[0].device
         found = torch.stack(losses).cpu().double()
         if bad := (~found.isfinite()).nonzero().flatten().tolist():
             found, held_out = found[: bad[0] + 1], None
