@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,7 @@ import torch
 import tritonclip
 from bench import report, timing
 from bench.accuracy import Gradients
-from bench.comparison import Comparison, Effort
+from bench.comparison import Comparison, Effort, hand_over
 from bench.providers import FRAMEWORKS, IN_PLACE, NAMED, Provider
 from bench.speed import compare
 from bench.workloads import PLANS, RULES, WORKLOADS, cases_of
@@ -30,8 +30,9 @@ gradients_of = lru_cache(1)(Gradients)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 # Named in the provenance where installed.
 PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax")
-# The rows and the exit status of a run.
+# The rows and the exit status of a run. The plugin writes no rows of cases that are not timed.
 MEASURED = pytest.StashKey[list[Any]]()
+UNTIMED = pytest.StashKey[list[dict[str, Any]]]()
 EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -60,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.benchmark_columns = config.option.benchmark_columns or columns
     if config.option.benchmark_sort == "min":
         config.option.benchmark_sort = "median"
-    config.stash[MEASURED], config.stash[EXIT_STATUS] = [], 0
+    config.stash[MEASURED], config.stash[UNTIMED], config.stash[EXIT_STATUS] = [], [], 0
 
 
 def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | None]:
@@ -125,6 +126,18 @@ def comparison(
     return compare(gradients, rule, step == "clipped", here, effort, conditions)
 
 
+@pytest.fixture
+def add_untimed(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], None]:
+    """Adds a row of figures, without times, to those of the run."""
+
+    def add(figures: dict[str, Any]) -> None:
+        hand_over(benchmark, None)
+        row = {"name": benchmark.name, "params": benchmark.params, "extra_info": figures}
+        request.config.stash[UNTIMED].append({**row, "stats": {}})
+
+    return add
+
+
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
@@ -166,7 +179,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[N
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Notes the command, and how the run ended: the report takes whole runs without a failure."""
+    """Notes the command, and how the run ended: the report takes whole runs without a failure.
+
+    Rows that are not timed come first.
+    """
+    output_json["benchmarks"] = [*config.stash[UNTIMED], *output_json["benchmarks"]]
     given = [one for one in sys.argv[1:] if not one.startswith("--benchmark-json")]
     output_json["command"] = f"pytest {shlex.join(given)}"
     output_json["exit_status"] = config.stash[EXIT_STATUS]

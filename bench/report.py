@@ -248,10 +248,14 @@ def spread(rows: Sequence[Row], rule: str) -> str:
 
 
 def headline(origin: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The shares of a training step, or the medians and ranges by global norm and by value."""
+    """Shares of a training step, ratios over processes, or medians and ranges by norm and value."""
     if "model" in rows[0]:
         table = pivot(rows, ["model"], "provider", lambda row: f"{row['step_share']:.1%}")
         return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
+    if "layout" in rows[0]:
+        timed = [row for row in rows if row["test"] == "test_two_processes"]
+        found = [f"**{1 / row['share']:.1f}x** on {row['tensors']:,} shards" for row in timed]
+        return f"**FSDP2, two processes on that CPU.** By global norm {', '.join(found)}.\n"
     on_cpu = origin["device"] == "cpu"
     device = f"{origin['cpu']}, {origin['threads']} threads" if on_cpu else origin["device"]
     return f"**{device}.** {' '.join(f'{spread(rows, rule)}.' for rule in TWO)}\n"

@@ -148,6 +148,18 @@ def test_readme_gets_medians_and_ranges(place):
     ) in place.readme.read_text()
 
 
+def test_readme_gets_ratios_over_processes_of_the_rows_that_are_timed(place):
+    params: dict[str, Any] = {"layout": "FSDP2", "provider": "tritonclip"}
+    untimed = {"name": "test_layout[FSDP2]", "params": params, "extra_info": {}, "stats": {}}
+    timed = {"name": "test_two_processes[FSDP2]", "params": params | {"tensors": 1000}}
+    timed |= {"extra_info": {"share": 0.25}, "stats": {"median": 2e-6}}
+    place.measured([untimed, timed], "distributed")
+    place.readme.write_text(README.replace("speed:cpu", "speed:distributed"))
+    report.write(place.root)
+    said = "**FSDP2, two processes on that CPU.** By global norm **4.0x** on 1,000 shards.\n"
+    assert said in place.readme.read_text()
+
+
 def test_figure_for_a_dark_page_is_drawn_where_a_page_names_it(place):
     place.readme.write_text(README + "bench/results/cpu-norm-dark.svg\n")
     report.write(place.root)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import conftest
+from bench import conftest, report
 from bench import test_clip as clips
 from bench import test_functional as functions
 from bench.providers import FRAMEWORKS, IN_PLACE, OUT_OF_PLACE
@@ -97,6 +97,20 @@ def test_a_wrong_result_is_not_timed_and_fails_where_it_is_ours(tmp_path):
     assert record["exit_status"] == 1
     clipped = [one["params"] for one in record["benchmarks"] if one["params"]["step"] == "clipped"]
     assert [one["provider"] for one in clipped] == ["torch foreach"]
+
+
+def test_json_has_rows_that_are_not_timed(tmp_path):
+    """Also of what waits for ever; four processes."""
+    out = tmp_path / "rows.json"
+    chosen = ("-k", "(empty and not accelerate) or (shards and 10-)")
+    path = BENCH / "test_distributed.py"
+    done = run_bench("--benchmark-only", path, *chosen, f"--benchmark-json={out}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    hangs, ours, timed = map(report.flat, report.read(out)["benchmarks"])
+    assert (hangs["provider"], hangs["outcome"]) == ("torch", "hangs: not run")
+    assert ours["collectives"] == 1
+    assert "us" not in hangs.keys() | ours.keys()
+    assert timed["us"] > 0
 
 
 INTERRUPTED = """
