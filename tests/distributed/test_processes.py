@@ -42,6 +42,16 @@ def _hang_in_one() -> None:
         time.sleep(1000)
 
 
+def _skip() -> None:
+    pytest.importorskip("no_such_package", reason="of no package")
+
+
+def test_a_test_is_skipped_where_every_process_skips_it(own_worlds: Worlds) -> None:
+    for _ in range(2):
+        with pytest.raises(pytest.skip.Exception, match="of no package"):
+            own_worlds.run(2, _skip, {}, seconds=20.0)
+
+
 @in_processes(2)
 def test_in_processes_makes_a_group() -> None:
     total = torch.ones(1)

@@ -36,6 +36,8 @@ from torch import distributed as dist
 SECONDS, GRACE = 45.0, 3.0
 # To import everything on a busy machine.
 STARTUP = 120.0
+# Begins the answer of a process that skips the test, as all of them do, before any collective.
+SKIPPED = "skipped: "
 PRELOADED = ["pytest", "torch.distributed.tensor.debug", "torch.distributed.fsdp", "tritonclip"]
 
 
@@ -83,10 +85,13 @@ class Worlds:
         try:
             failures = world.run((body.__code__.co_filename, body.__name__, values), seconds)
         finally:
-            if failures:
-                world.end()
-            else:
+            is_skipped = all(text.startswith(SKIPPED) for text in failures)
+            if is_skipped:
                 self._worlds[size] = world
+            else:
+                world.end()
+        if failures and is_skipped:
+            pytest.skip(failures[0].removeprefix(SKIPPED))
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
 
@@ -205,6 +210,8 @@ def _run(rank: int, path: str, name: str, values: dict[str, Any]) -> str:
             test = _load(path)[name]
             getattr(test, "body", test)(**values)
         dist.barrier()
+    except pytest.skip.Exception as skipped:
+        return f"{SKIPPED}{skipped}"
     except BaseException:
         return f"process {rank}:\n{traceback.format_exc()}"
     finally:
