@@ -359,7 +359,8 @@ class PinnedMemory:
         try:
             block = spare.pop()
         except IndexError:
-            raise RuntimeError(
+            # A refusal, before anything is written: under a patch, torch's function serves.
+            raise NotImplementedError(
                 "tritonclip cannot allocate pinned memory while a CUDA graph is captured: expected "
                 "a call on these parameters before the capture; call the same clip function once, "
                 "eagerly, before capturing"
