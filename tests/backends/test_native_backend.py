@@ -89,7 +89,6 @@ def test_modes_see_every_write(rule):
 
 
 # Of torch itself, when it first makes a dual tensor.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_tangents_of_dual_numbers_are_clamped_too():
     with forward_ad.dual_level(), tritonclip.use_backend("native"):
         (one,) = parameters([forward_ad.make_dual(torch.tensor([0.5, 3.0]), torch.ones(2))])
@@ -99,7 +98,6 @@ def test_tangents_of_dual_numbers_are_clamped_too():
     assert tangent.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
 def test_norms_of_groups_have_tangents(order):
     grads = [torch.ones(3), torch.ones(4, dtype=torch.float64)]

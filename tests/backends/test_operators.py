@@ -98,7 +98,6 @@ def test_elements_that_are_not_finite_are_told_from_the_others(bad, sizes, dtype
 
 
 # Of torch itself, when it first makes a dual tensor.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("n", [5, 5000, 40_000])
 def test_tangents_are_scaled_with_their_gradients(n):
     with forward_ad.dual_level():
@@ -171,7 +170,6 @@ def test_a_gradient_of_zeros_is_kept_where_its_limit_is_no_number():
         assert torch.equal(grad_of(params[0]), torch.zeros(3))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("n_small", [1, 300])
 def test_clip_by_value_of_dual_gradients_clamps_values_and_tangents(n_small):
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (5000, *[5] * n_small)]

@@ -257,7 +257,7 @@ def test_modes_see_operators(function, by_others):
     assert seen[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*Converting a tensor")
+@pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 @pytest.mark.parametrize(
     "trace",
     [lambda call, x: make_fx(call, pre_dispatch=True)(x), lambda call, x: torch.jit.trace(call, x)],

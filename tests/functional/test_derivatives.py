@@ -364,7 +364,6 @@ def test_without_grad_mode_nothing_is_recorded(device):
 
 @pytest.mark.skipif(INTERPRETED, reason="forward mode runs in PyTorch operators")
 # Of torch itself, when it first makes a dual tensor.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_forward_derivatives_are_those_of_backward():
     x, way = matrix(), normal((3, 4), DOUBLE, seed=5)
     for function in (

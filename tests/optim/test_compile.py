@@ -16,8 +16,6 @@ from helpers.training import POLICIES
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    # Of torch's own code, while it traces an optimizer.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 

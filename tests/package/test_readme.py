@@ -92,7 +92,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 # Of torch, about FSDP1 on one process, and of its ZeroRedundancyOptimizer.
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use")
-@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("blocks", [*_blocks()])
 def test_code_runs(blocks, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
