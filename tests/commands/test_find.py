@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tritonclip
+from tritonclip.advice import finder
 from tritonclip.commands import cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -82,6 +83,11 @@ def test_find_takes_limits_and_rules(find):
     printed = find("training:train", *options).out
     for name in ("0.5 ", "2 ", "no limit ", "ClipByQuantile(", "ClipByValue("):
         assert f"\n{name}" in printed
+
+
+def test_find_leaves_the_length_of_trials_open_within_seconds(find, monkeypatch):
+    monkeypatch.setattr(finder, "_FIRST_STEPS", 16)
+    assert "Losses after 16 steps" in find("training:train", "--seconds", "0.001").out
 
 
 @pytest.mark.parametrize(
