@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# Code between a warning and the user's line: ours, torch's, and that of `patch_torch`.
+# Code that may stand between the user's line and a warning: ours, torch's, that of `patch_torch`.
 _BETWEEN = (
     *(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)),
     "<tritonclip.patch_torch>",
@@ -35,17 +35,17 @@ class ClippingWarning(UserWarning):
     """
 
 
-# Warnings that were given, with file and line.
+# The warnings that were given, each with its file and line.
 _given: set[tuple[str, str, int]] = set()
 
 
 def warn_user(
     message: str, category: type[Warning] = ClippingWarning, *, once: bool = False
 ) -> None:
-    """Warns at the line that called into the library; if `once`, of this only once at that line."""
+    """Warns at the user's line that called the library; if `once`, only once for that line."""
     level = 2
     frame = sys._getframe(1)
-    # The globals of a constructor that a dataclass has made are those of its module.
+    # A constructor that a dataclass has made has the globals of its module.
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_BETWEEN)
         or str(frame.f_globals.get("__file__")).startswith(_BETWEEN)
@@ -62,12 +62,12 @@ def warn_user(
     except Warning:
         raise
     except Exception:
-        # sys.stderr is closed, or something else: no reason to end a training.
+        # sys.stderr may be closed, for example, which is no reason to end a training.
         return
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether an error was raised by code of the library itself, not by code that it called."""
+    """Whether the library itself raised an error, not the code that it called."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

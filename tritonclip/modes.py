@@ -17,31 +17,31 @@ from torch.nn import Parameter
 
 # Types that the library can read; subclasses may hold anything.
 PLAIN = frozenset({Tensor, Parameter})
-# The classes of a whole gradient, traced or simulated ones too.
+# The classes of a gradient that is no shard, also while it is traced or simulated.
 WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
-# How many modes see every operator: calls of a few microseconds ask no more where none does. No
-# public part of PyTorch: where it is missing, no mode is known.
+# How many modes see every operator. A call of a few microseconds asks nothing else where there is
+# none. These functions of PyTorch are not public; where they are missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 n_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda key: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
-# Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
+# The modes of make_fx, of FakeTensorMode, and of functional graphs, as torch.export makes them.
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
-# Of torch.func.
+# The transforms of torch.func.
 _has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _functorch: Any = getattr(torch._C, "_functorch", None)
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _is_batched = getattr(_functorch, "is_batchedtensor", lambda tensor: False)
 _unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: tensor)
-# make_fx(pre_dispatch=True) counts as no mode.
+# PyTorch does not count make_fx(pre_dispatch=True) as a mode,
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
-# torch.jit.trace counts as no mode either.
+# nor torch.jit.trace.
 is_jit_traced = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 def is_observed() -> bool:
-    """Whether dual numbers, transforms, modes or a tracer have to see every operator."""
+    """Whether dual numbers, a transform, a mode or a tracer has to see every operator."""
     is_seen: bool = (
         forward_ad._current_level >= 0
         or n_dispatch_modes() > 0
@@ -54,15 +54,15 @@ def is_observed() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether no value of a tensor may be read: by torch.compile, make_fx or FakeTensorMode.
+    """Whether torch.compile, make_fx or FakeTensorMode traces, so that no value may be read.
 
-    A decision of the host by such a value would become a constant of the graph.
+    If the host decided by a value, the decision would become a constant of the graph.
     """
     return torch.compiler.is_compiling() or _has_tracer()
 
 
 def refuse_tracer() -> None:
-    """RuntimeError for a call that reads values, under make_fx or FakeTensorMode."""
+    """Raises RuntimeError under make_fx or FakeTensorMode, for a call that reads values."""
     if _has_tracer():
         raise RuntimeError(
             "this call would read gradients that are traced (make_fx) or simulated "
@@ -73,7 +73,7 @@ def refuse_tracer() -> None:
 
 
 def refuse_batches(tensors: Iterable[Tensor]) -> None:
-    """RuntimeError for tensors of torch.func.vmap, which no call reads or writes in place."""
+    """Raises RuntimeError for tensors under torch.func.vmap, which no call can read or write."""
     for tensor in tensors:
         while _is_wrapped(tensor):
             if _is_batched(tensor):
@@ -93,23 +93,23 @@ def _has_tracer() -> bool:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the stream that is current on a device."""
+    """Whether a CUDA graph captures the current stream of a device."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
-    # PyTorch asks only the current device.
+    # PyTorch only knows about the current device.
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 
 def follow_stream(last: Any, tensors: Iterable[Tensor], device: torch.device) -> Any:
-    """The current CUDA stream of a device, which waits for the `last` that used tensors, if any."""
+    """The current CUDA stream of a device; it waits for the stream that used tensors `last`."""
     stream = torch.cuda.current_stream(device)
     if last is not None and stream != last:
         stream.wait_stream(last)
         for tensor in tensors:
-            # What their own stream frees is not written again while this one reads.
+            # Their memory, when it is freed, is not used again while this stream reads it.
             tensor.record_stream(stream)
     return stream
 
@@ -119,7 +119,7 @@ R = TypeVar("R")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """As the decorator `torch.no_grad()`, whose mode an interrupt cannot leave behind.
+    """Like the decorator `torch.no_grad()`, but an interrupt cannot leave its mode behind.
 
     An interrupt that comes while Python code of `torch.no_grad` enters or leaves its block leaves
     autograd turned off for the rest of the program. From Python 3.11 on, interrupts come only where
@@ -140,9 +140,9 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
-    """As the decorator `torch.inference_mode(False)`, with the promise of `without_grad`.
+    """Like the decorator `torch.inference_mode(False)`, with the promise of `without_grad`.
 
-    For tensors that later calls write to, which an inference tensor would refuse.
+    It is for tensors that later calls write to, which PyTorch refuses for inference tensors.
     """
 
     @wraps(function)

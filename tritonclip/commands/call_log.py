@@ -25,12 +25,12 @@ from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
 from tritonclip.monitor.gradient_lists import GradientLists
 
-# Its multiples, modulo 1, are spread evenly, and so is every second, third, ... of them: each
-# function gets as many turns, also where lists of equal size alternate.
+# Its multiples modulo 1 are spread evenly, and so are every second, third, ... of them: both
+# functions get as many turns, also if several lists alternate.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A list is judged once each function was timed so often; the number of times that are kept.
 _LEAST, _MOST = 3, 100_000
-# Variables that launchers set for each process: its rank, and the number of processes.
+# Variables in which launchers tell each process its rank and the number of processes.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -61,7 +61,7 @@ class _List:
     device: torch.device
     changes: bool = False
     n_calls: int = 0
-    # By torch, by tritonclip.
+    # How many calls torch and tritonclip served, and their times, in this order.
     n_served: list[int] = field(default_factory=lambda: [0, 0])
     walls: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=_MOST), deque(maxlen=_MOST))
@@ -88,9 +88,10 @@ class CallLog:
     def __init__(self, *, compares: bool) -> None:
         self.compares = compares
         self.counts: Counter[str] = Counter()
-        # Before the script, which may set the variables for processes that it starts itself.
+        # Read before the script runs, which may set the variables for processes that it starts.
         _, self._n_launched = launched()
-        # Why torch serves all calls, if it does; known once torch.distributed is initialized.
+        # The reason why torch serves all calls, if it does; found once torch.distributed is
+        # initialized.
         self._objection: str | None = None
         self._is_decided = False
         self._found = GradientLists()
@@ -99,7 +100,7 @@ class CallLog:
         self._outside, self._left = 0.0, 0
 
     def __call__(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], None] | None]:
-        """The function for a call, and how its result is logged."""
+        """The function that serves a call, and the function that logs its result, if any."""
         arrived = perf_counter_ns()
         if not self._is_decided:
             self._objection = self._find_objection()
@@ -117,7 +118,7 @@ class CallLog:
             torch.cuda.synchronize(device)
             arrived = perf_counter_ns()
         if self._left:
-            # Less than 0 where calls of threads overlap.
+            # The difference is negative if calls of threads overlap.
             self._outside += max(arrived - self._left, 0) / 1e3
         calls = self._list_of(call, tensors)
         calls.n_calls += 1
@@ -151,12 +152,12 @@ class CallLog:
         return self._n_launched > 1 or (is_initialized and distributed.get_world_size() > 1)
 
     def _find_objection(self) -> str | None:
-        """Why torch has to serve all calls: replicas have to be clipped alike."""
+        """Why torch has to serve all calls, if it does: replicas have to be clipped alike."""
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return None
         self._is_decided = True
-        # Also in a fork, which has the patch: the other processes may be no forks.
+        # This holds in a fork, too: it has the patch, but the other processes may be no forks.
         if (n := distributed.get_world_size()) <= self._n_launched:
             return None
         text = (
@@ -205,7 +206,7 @@ class CallLog:
 
 
 _MOST_LISTS = 6
-# A share of a run that matters, and of a call below which two times are about the same.
+# The least share of a run that matters; two times that differ by less are about the same.
 _MATTERS, _SAME = 0.01, 0.05
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
@@ -229,7 +230,7 @@ def _given_to(call: Call) -> list[Tensor] | None:
     given = call.arguments.get("parameters", call.arguments.get("tensors"))
     if isinstance(given, Tensor):
         return [given]
-    # Can be read twice, as an iterator cannot.
+    # An iterator could be read only once.
     if not (isinstance(given, Sized) and isinstance(given, Iterable)):
         return None
     tensors = [*given]
@@ -256,15 +257,15 @@ def _total(calls: _List) -> float:
 
 
 def _shares(calls: _List) -> list[float]:
-    """Of a call in the time from one to the next: by torch, by tritonclip."""
-    # The mean, to which the long gap of an evaluation belongs.
+    """The share of a call in the time from one to the next: by torch, by tritonclip."""
+    # Not the median, which would leave out the long gap of an evaluation.
     gap = statistics.fmean(calls.gaps)
     medians = [statistics.median(walls) for walls in calls.walls]
     return [median / (median + gap) for median in medians]
 
 
 def _interval(walls: Sequence[float]) -> tuple[float, float]:
-    """Of the median, at 95%: order statistics, by the normal limit of the binomial distribution."""
+    """A 95% confidence interval of the median, from order statistics for many times."""
     ordered, n = sorted(walls), len(walls)
     low = max(int(n / 2 - math.sqrt(n)), 0)
     return ordered[low], ordered[n - 1 - low]

@@ -14,7 +14,7 @@ from typing import Any
 
 import tritonclip
 
-# What each command does, in the order of the help.
+# The commands in the order of the help, each with a description.
 COMMANDS = {
     "doctor": "print versions, devices and backends, and run a short self-test",
     "run": "run a script as it is, with torch's functions that clip replaced by tritonclip's",
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     if chosen.command == "run":
-        # Errors of a script are its own.
+        # An error of the script is raised as it is.
         return int(chosen.main(chosen, of_script))
     try:
         return int(chosen.main(chosen))
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
-        # Else the usage of the whole program is printed for an option that a command has not.
+        # An unknown option then prints the usage of the command, not of the whole program.
         command.set_defaults(parser=command, main=_module(name).main)
         _module(name).add_arguments(command)
     return parser

@@ -107,7 +107,7 @@ def _object_of(target: str) -> Any:
             f"there is no module {error.name} in {folder}, nor among those that are installed; "
             f"expected one that can be imported, or a file: train.py:{name}"
         ) from None
-    # Not by pkgutil.resolve_name, which takes no file like train-gpt.py.
+    # pkgutil.resolve_name would refuse a file like train-gpt.py.
     return operator.attrgetter(name)(found)
 
 

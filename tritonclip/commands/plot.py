@@ -44,7 +44,7 @@ def main(chosen: argparse.Namespace) -> int:
     try:
         suggestion = suggest_max_norm(history, warmup=chosen.warmup)
     except ValueError as error:
-        # The run is too short for one.
+        # The run is too short for a suggestion.
         print(f"The figure has no candidates: {error}", file=sys.stderr)
     figure.save(target, history, suggestion)
     print(target)

@@ -105,13 +105,13 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             if recorder is not None:
                 command = f"norms are in {file}: python -m tritonclip suggest {file}"
                 lines.append(command if recorder.steps else "no norm was recorded")
-            # Past the buffer of standard error. Where nobody reads the pipe, Python would try again
-            # to write what is left in the buffer, and end with status 120.
+            # Not through the buffer of standard error: if nobody reads the pipe, Python would try
+            # again to write the rest of the buffer, and end with status 120.
             with contextlib.suppress(OSError):
                 stderr.flush()
             os.write(stderr.fileno(), "".join(f"{line}\n" for line in lines).encode())
 
-    # Runs after all threads, and after the functions that the script registers.
+    # This runs after all threads, and after the functions that the script registers.
     atexit.register(end)
     try:
         program.run(arguments)
@@ -122,7 +122,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-# Whose processes do not train, and programs that run a script.
+# Modules whose processes do not train, and programs that run a script.
 _HELPERS = {"torch.utils.data._utils.worker", "multiprocessing.managers"}
 _RUNNERS = ("python", "torchrun", "accelerate", "deepspeed")
 
@@ -203,7 +203,7 @@ def _refuse_others(chosen: argparse.Namespace) -> None:
 
 
 class Program(NamedTuple):
-    """What `python SCRIPT` or `python -m MODULE` runs as `__main__`; `name` is sys.argv[0]."""
+    """The code that `python SCRIPT` or `python -m MODULE` runs; `name` is sys.argv[0]."""
 
     code: Callable[[], CodeType]
     attributes: dict[str, Any]
@@ -214,7 +214,7 @@ class Program(NamedTuple):
         sys.argv[:] = [self.name, *arguments]
         main = ModuleType("__main__")
         vars(main).update(self.attributes, __builtins__=builtins)
-        # Where pickle and multiprocessing look up classes and functions.
+        # Pickle and multiprocessing look up classes and functions there.
         sys.modules["__main__"] = main
         code = None
         try:
@@ -230,7 +230,7 @@ def script(path: str) -> Program:
 
     ValueError where there is none.
     """
-    # As Python does since 3.9: valid also where the script changes its folder.
+    # Absolute, as in Python since 3.9, so that it stays valid if the script changes its folder.
     file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
     if (spec := PathFinder.find_spec("__main__", [file])) is not None:
         _set_first_path(file)
@@ -271,7 +271,7 @@ def module(name: str) -> Program:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Else a package is there, and imports a module that is not.
+        # Otherwise the module exists, and something that it imports does not.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None

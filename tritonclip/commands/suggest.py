@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tritonclip.commands.find import at_least
 
-# Lists that are shown.
+# The number of lists that are shown.
 _MOST_LISTS = 6
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(chosen: argparse.Namespace) -> int:
         try:
             _print(suggest_max_norm(series[name], warmup=chosen.warmup))
         except ValueError as error:
-            # The others may have norms enough.
+            # Other lists may have enough norms.
             print(f"No suggestion: {error}")
     if (more := len(series) - len(logged) - len(clipped[:_MOST_LISTS])) > 0:
         print(f"\nand {more} lists with fewer calls; --list NUMBER shows one")

@@ -27,7 +27,7 @@ except ImportError as error:
 
 __all__ = ["Clipping"]
 
-# Wrappers of all callbacks.
+# The wrappers that all callbacks have made.
 _made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
@@ -80,7 +80,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     ) -> None:
         self.clip = as_rule("max_norm", max_norm)
         self.nonfinite, self.recorder = nonfinite, recorder
-        # Lightning puts a method at the name `log`.
+        # Lightning sets a method under the name `log`.
         self._logs = log
         self._logged_step = -1
 
@@ -138,7 +138,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     ) -> ClippedOptimizer:
         for made in _made:
             if made.optimizer is inner:
-                # A module that keeps its optimizer is fitted once more.
+                # The module keeps its optimizer, and is fitted once more.
                 made.clip, made.nonfinite, made.recorder = self.clip, self.nonfinite, recorder
                 return made
         wrapper = ClippedOptimizer(
@@ -151,7 +151,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         """Logs, if this batch ended in a step and the trainer logs it."""
         stepped = trainer.global_step != self._logged_step
         self._logged_step = trainer.global_step
-        # As the callbacks of Lightning ask.
+        # The callbacks of Lightning ask the same.
         if not (self._logs and stepped and trainer._logger_connector.should_update_logs):
             return
         several = len(trainer.optimizers) > 1

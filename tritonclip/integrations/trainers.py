@@ -1,4 +1,4 @@
-"""What callbacks of all trainers need: metrics to log, and the error where a trainer is missing."""
+"""Helpers for all trainers: metrics to log, and the error for a trainer that is missing."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, 
     share = summary.pop("clipped_share")
     metrics: dict[str, float] = {}
     if not math.isnan(share):
-        # Counts are integers. A limit of NaN: each gradient has its own.
+        # Counts are integers. The limit is NaN if each gradient has its own.
         numbers = {name: n for name, n in summary.items() if isinstance(n, float)}
         if math.isnan(numbers["limit"]):
             del numbers["limit"]

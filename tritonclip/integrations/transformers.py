@@ -88,7 +88,7 @@ class ClippingMixin:
             )
         limit = self.args.max_grad_norm
         if limit and limit != type(self.args).max_grad_norm:
-            # Somebody chose it.
+            # It is not the default, so the user chose it.
             raise ValueError(
                 f"max_grad_norm={limit} would clip before the optimizer, in which max_norm= clips; "
                 "expected one of the two: max_grad_norm=0.0, or a plain Trainer"

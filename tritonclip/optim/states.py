@@ -133,10 +133,9 @@ class RuleStates:
 
 
 def _copy_of(saved: dict[str, Any]) -> ClipState:
-    """A copy of a state from its `state_dict`, which no step waits to look at."""
+    """A copy of a state from its `state_dict`."""
     state = ClipState()
     state.load_state_dict(saved)
-    state._is_loaded = False
     return state
 
 
