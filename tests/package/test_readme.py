@@ -264,7 +264,7 @@ def test_performance_summary_has_the_results_of_its_pages():
 
 
 def test_advice_is_as_good_as_its_rows_say():
-    pattern = re.compile(r"\| (\d+ of \d+) \| (\d+ of \d+) \|")
+    pattern = re.compile(r"(\d+ of \d+) \| (\d+ of \d+) \|")
     pages = (ROOT / "docs" / name for name in ("choosing_max_norm.md", "performance/training.md"))
     said, measured = ({*pattern.findall(page.read_text())} for page in pages)
 
