@@ -2,7 +2,7 @@
 
 A run without a limit may have gone wrong, and then its later norms say nothing about a limit. It is
 judged by its steps before that. The numbers were chosen by how training goes at the limit, in the
-tasks of bench/advice.py.
+tasks of bench/trainings.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GROWTH, _LATE_GROWTH = 20.0, 2.0
 # Fewer losses cannot say whether they fall.
 _LEAST_LOSSES = 40
 # Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
-# runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
+# runs of bench/trainings.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
 # A script under a patch has no recorder.
