@@ -230,6 +230,30 @@ def test_record_writes_a_history_into_a_new_file(run, folder):
     assert len(read(folder / "norms.csv")) == 24
 
 
+LOSSES = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+for step in range(5):
+    for part in (1.0, step):
+        (weight * part).sum().backward()
+    torch.nn.utils.clip_grad_norm_(weight, 1.0)
+    torch.nn.utils.clip_grad_norm_([weight], 1.0)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-loss"]], ids=["", "none"])
+def test_record_writes_the_losses_of_a_script_as_it_is(run, folder, options):
+    (folder / "train.py").write_text(LOSSES)
+    backward = torch.autograd.backward
+    run("--record", "norms.csv", *options, "train.py")
+    assert torch.autograd.backward is backward
+    history = read(folder / "norms.csv")
+    if options:
+        assert not history.has_losses
+    else:
+        assert history.losses.tolist() == [2.0 * (1 + n // 2) for n in range(10)]
+
+
 def test_record_says_that_no_norm_came_and_keeps_the_exit_status(run, folder, capfd):
     (folder / "other.py").write_text("import sys\nsys.exit(3)")
     with pytest.raises(SystemExit) as ended:

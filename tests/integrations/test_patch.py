@@ -11,10 +11,11 @@ import pickle
 import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ import tritonclip
 from helpers.cases import grad_of, parameters
 from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip.integrations import patching
-from tritonclip.integrations.patching import TorchPatch
+from tritonclip.integrations.patching import Losses, TorchPatch
 from tritonclip.monitor.history import read
 from tritonclip.torch_compat import originals
 
@@ -443,6 +444,125 @@ def test_a_recorder_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="recorder must be a Recorder or None, got str; make one"):
         tritonclip.patch_torch(recorder="norms.csv")  # type: ignore[arg-type]
     assert_torchs_own()
+
+
+@contextlib.contextmanager
+def watched():
+    """The losses on which the block calls `backward`."""
+    losses = Losses()
+    end = losses.watch()
+    yield losses
+    end()
+
+
+@pytest.fixture
+def losses():
+    with watched() as losses:
+        yield losses
+
+
+def loss_of(weight: Tensor, value: float) -> Tensor:
+    """A loss of this value, of which the gradient is known."""
+    return weight.sum() * 0 + value
+
+
+SCALED = torch.amp.GradScaler("cpu", init_scale=1024.0)
+BACKWARD: dict[str, tuple[Callable[[Tensor, Tensor], object], float | None]] = {
+    "one": (lambda a, b: a.backward(), 2.0),
+    "micro-batches": (lambda a, b: [(x / 2).backward() for x in (a, b)], 2.5),
+    "half precision": (lambda a, b: a.bfloat16().backward(), 2.0),
+    "several at once": (lambda a, b: torch.autograd.backward([a, b]), 5.0),
+    "gradients given": (lambda a, b: a.backward(torch.tensor(0.5)), None),
+    "no scalar": (lambda a, b: a.expand(2).backward(torch.ones(2)), None),
+    "retained": (lambda a, b: [a.backward(retain_graph=True), b.backward()], 5.0),
+    "subclass": (lambda a, b: a.as_subclass(Gradient).backward(), None),
+    "iterator": (lambda a, b: torch.autograd.backward(cast("Any", iter([a, b]))), None),
+    "scaled": (lambda a, b: SCALED.scale(a).backward(), 2.0),
+    "both scaled first": (lambda a, b: [x.backward() for x in [*map(SCALED.scale, (a, b))]], 5.0),
+    "scaled, divided": (lambda a, b: (SCALED.scale(a) / 2).backward(), None),
+    "scaler that is off": (lambda a, b: torch.amp.GradScaler(enabled=False).scale(a).backward(), 2),
+}
+
+
+@pytest.mark.parametrize(("backward", "total"), BACKWARD.values(), ids=BACKWARD)
+def test_losses_are_those_on_which_a_script_calls_backward(losses, request, backward, total):
+    weight = torch.nn.Parameter(torch.ones(3))
+    backward(loss_of(weight, 2.0), loss_of(weight, 3.0))
+    assert losses.total() == total
+    assert weight.grad is not None
+    # Of another list, which is clipped after the same backward pass.
+    assert losses.total() == total
+    # A loss that no scaler scaled is left out where there is one.
+    loss_of(weight, 7.0).backward()
+    assert losses.total() == (None if "scaled" in request.node.callspec.id else 7.0)
+
+
+def test_losses_of_threads_are_their_own(losses):
+    def train(value: float) -> object:
+        loss_of(torch.nn.Parameter(torch.ones(3)), value).backward()
+        return losses.total()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(train, (1.0, 2.0))] == [1.0, 2.0]
+    assert losses.total() is None
+
+
+def test_losses_keep_no_graph_and_no_tensor_of_the_script(losses, monkeypatch):
+    """Also where a device has them, which nothing waits for."""
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda _: False))
+    weight = torch.nn.Parameter(torch.ones(3))
+    hidden = weight * 2
+    alive = weakref.ref(hidden)
+    loss = hidden.square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del hidden, loss
+    assert alive() is None
+    total = losses.total()
+    assert isinstance(total, Tensor)
+    assert not total.requires_grad
+    assert total == 24.0
+
+
+def test_a_loss_that_cannot_be_read_is_left_out_with_one_warning(losses, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3))
+    monkeypatch.setattr(Tensor, "item", mock.Mock(side_effect=RuntimeError("overwritten")))
+
+    def train() -> None:
+        for _ in range(2):
+            loss_of(weight, 1.0).backward()
+
+    with pytest.warns(tritonclip.ClippingWarning, match="a loss is not recorded") as warned:
+        train()
+    assert losses.total() is None
+    assert len(warned) == 1
+
+
+def test_losses_leave_errors_as_they_are(losses):
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        torch.nn.Parameter(torch.ones(3)).mul(1).backward()
+    assert losses.total() is None
+
+
+def test_losses_break_no_graph_of_a_compiled_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    counters = torch._dynamo.utils.counters
+
+    def step(x: Tensor) -> Tensor:
+        loss = (weight * x).sum()
+        loss.backward()
+        return x * 2
+
+    breaks = []
+    for watch in (contextlib.nullcontext, watched):
+        torch._dynamo.reset()
+        counters.clear()
+        with watch() as losses:
+            assert torch.compile(step, backend="eager")(torch.ones(3)).sum() == 6.0
+        breaks.append((dict(counters["graph_break"]), counters["stats"]["unique_graphs"]))
+    assert losses is not None
+    assert losses.total() == 3.0
+    assert breaks[0] == breaks[1]
 
 
 def test_a_wrapper_beside_a_patched_call_warns_of_a_second_clip():

@@ -24,14 +24,16 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from tritonclip.commands.call_log import CallLog, launched
-from tritonclip.integrations.patching import TorchPatch
+from tritonclip.integrations.patching import Losses, TorchPatch
 from tritonclip.messages import join_names
 from tritonclip.monitor.recorder import record
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the arguments, before those of the script."""
-    command.usage = f"{command.prog} [-h] [--compare] [--record FILE] [-m] SCRIPT [ARGUMENT ...]"
+    command.usage = (
+        f"{command.prog} [-h] [--compare] [--record FILE] [--no-loss] [-m] SCRIPT [ARGUMENT ...]"
+    )
     command.add_argument(
         "--compare",
         action="store_true",
@@ -41,7 +43,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--record",
         metavar="FILE",
-        help="write the norm of every call to FILE, a new .csv file, for suggest and plot",
+        help="write the norm of every call to FILE, a new .csv file, for suggest and plot, and the "
+        "losses on which the script called backward before it",
+    )
+    command.add_argument(
+        "--no-loss", action="store_true", help="with --record: write no losses, only norms"
     )
     command.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
@@ -78,7 +84,9 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     log = CallLog(compares=chosen.compare)
-    patch = TorchPatch(recorder, log)
+    losses = None if recorder is None or chosen.no_loss else Losses()
+    unwatch: Callable[[], object] = (lambda: None) if losses is None else losses.watch()
+    patch = TorchPatch(recorder, log, losses)
     started, forked = _note_processes(program.attributes["__file__"], chosen.script)
     process, stderr, failed = os.getpid(), sys.stderr, True
 
@@ -89,6 +97,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         # Nothing here is a fault of the script, not even builtins that it has changed.
         with contextlib.suppress(Exception):
             patch.remove()
+            unwatch()
             if recorder is not None:
                 # A warning at the very end names the rows that cannot be written.
                 with contextlib.suppress(OSError):

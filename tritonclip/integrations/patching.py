@@ -6,19 +6,22 @@ No module gets another object: while a patch is active, torch's function objects
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import utils
 
 from tritonclip import torch_compat
 from tritonclip.messages import warn_user
-from tritonclip.modes import is_observed
+from tritonclip.modes import is_observed, n_dispatch_modes
 from tritonclip.monitor.recorder import Recorder, as_recorder
 from tritonclip.torch_compat import NAMES, originals, torchs
 
@@ -100,8 +103,13 @@ _REFUSALS = (TypeError, ValueError, NotImplementedError)
 class TorchPatch:
     """A patch of torch's functions by :func:`patch_torch`; also a context manager."""
 
-    def __init__(self, recorder: Recorder | None, observer: Observer | None = None) -> None:
-        self.recorder, self.observer = as_recorder(recorder), observer
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        observer: Observer | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        self.recorder, self.observer, self.losses = as_recorder(recorder), observer, losses
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
         # Blocks that have begun and not ended.
@@ -134,11 +142,12 @@ class TorchPatch:
         recorder, limit = self.recorder, arguments["max_norm"]
         assert recorder is not None
         try:
-            limit = limit if isinstance(limit, torch.Tensor) else float(limit)
+            limit = limit if isinstance(limit, Tensor) else float(limit)
             tensors = arguments["parameters"]
-            tensors = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+            tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
             norm, order = arguments.get("total_norm", result), arguments.get("norm_type", 2.0)
-            recorder.add_call_(tensors, norm, limit, float(order))
+            loss = None if self.losses is None else self.losses.total()
+            recorder.add_call_(tensors, norm, limit, float(order), loss=loss)
         except Exception as error:
             self.recorder = None
             warn_user(
@@ -151,6 +160,89 @@ class TorchPatch:
         lines = [f"<patch_torch: {state}>", *(f"  torch.nn.utils.{name}" for name in torchs)]
         lines += [f"  torch served {n} calls: {why}" for why, n in self.served_by_torch.items()]
         return "\n".join(lines)
+
+
+# Backward calls of a step that are remembered, and losses that a GradScaler scaled before them.
+_MOST_LOSSES, _MOST_SCALED = 100, 16
+
+
+class Losses(threading.local):
+    """The losses on which a thread called `backward` before it clips, of a script as it is.
+
+    They add up, as their gradients do: those of micro-batches, or of both halves of a critic. A
+    loss that a GradScaler scaled counts as it was before. Left out are calls with gradients of
+    their own, tensors of other classes, and what a script makes of a scaled loss.
+    """
+
+    def __init__(self) -> None:
+        # Without graphs: numbers, or tensors on a device, for which nothing waits.
+        self.found: deque[float | Tensor] = deque(maxlen=_MOST_LOSSES)
+        self._total: float | Tensor | None = None
+
+    def watch(self) -> Callable[[], None]:
+        """Notes losses until the function that it returns is called."""
+        autograd: Any = torch.autograd
+        scaler_type: Any = torch.amp.GradScaler
+        backward, scale = autograd.backward, scaler_type.scale
+        # That a scaled loss lives, and the loss.
+        scaled: deque[tuple[weakref.ref[Tensor], float | Tensor]] = deque(maxlen=_MOST_SCALED)
+
+        # Most calls enter no other function of Python: it takes time, and torch.compile would trace
+        # it where it breaks its graph at Tensor.backward.
+        @torch.compiler.disable(recursive=False)
+        @functools.wraps(backward)
+        def backward_noted(
+            tensors: Any, grad_tensors: Any = None, *rest: Any, **named: Any
+        ) -> None:
+            backward(tensors, grad_tensors, *rest, **named)
+            try:
+                if grad_tensors is not None or n_dispatch_modes():
+                    self._total = None
+                elif type(tensors) is not Tensor or scaled:
+                    add(tensors)
+                else:
+                    self.found.append(tensors.item() if tensors.is_cpu else tensors.detach())
+            except Exception as error:
+                _warn_of_loss(error)
+
+        @torch.compiler.disable
+        def add(tensors: Any) -> None:
+            self._total = None
+            for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
+                known = [loss for one, loss in scaled if one() is tensor]
+                if known or (type(tensor) is Tensor and not scaled):
+                    self.found.append(known[0] if known else tensor.detach())
+
+        @functools.wraps(scale)
+        def scale_noted(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            if type(outputs) is Tensor and result is not outputs:
+                scaled.append((weakref.ref(result), outputs.detach()))
+            return result
+
+        def end() -> None:
+            autograd.backward, scaler_type.scale = backward, scale
+
+        autograd.backward, scaler_type.scale = backward_noted, scale_noted
+        return end
+
+    def total(self) -> float | Tensor | None:
+        """The sum of the losses whose gradients a call clips; None where none is known."""
+        found = [*self.found]
+        if found:
+            # Several calls that clip may follow one backward pass.
+            self._total = None
+            self.found.clear()
+            try:
+                self._total = sum(found)
+            except RuntimeError as error:
+                # Of two devices, or overwritten by the next replay of a CUDA graph.
+                _warn_of_loss(error)
+        return self._total
+
+
+def _warn_of_loss(error: Exception) -> None:
+    warn_user(f"a loss is not recorded, and the training goes on: {error}", once=True)
 
 
 def _activate(patches: tuple[TorchPatch, ...]) -> None:

@@ -261,6 +261,8 @@ class Recorder:
         norm: float | Tensor,
         limit: float | Tensor,
         norm_type: float = 2.0,
+        *,
+        loss: float | Tensor | None = None,
     ) -> None:
         """Adds a call of a patched function on a list of parameters; raises as `add_` does."""
         refuse_tracer()
@@ -277,7 +279,7 @@ class Recorder:
                 )
             return
         name = str(found) if norm_type == 2.0 else f"{found}, order {norm_type:g}"
-        self.append_([*values, None, None], name)
+        self.append_([*values, None, _checked_value("loss", loss)], name)
 
     def flush(self, *, wait: bool = True) -> None:
         """Writes all rows; waits for the device.

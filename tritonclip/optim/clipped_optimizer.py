@@ -240,20 +240,18 @@ class ClippedOptimizer(ScalerSide):
 
     @property
     def loss(self) -> float | Tensor | None:
-        """The loss of the step to come, for the recorder and for `Outlier`; None for none.
+        """The loss of the step to come, for a recorder and for `Outlier`; None for none.
 
         Set it before each step, in a closure too: without a graph, not scaled, and of all
-        micro-batches. The step drops it. The recorder writes it beside the norm. `Outlier` judges
+        micro-batches. The step drops it. A recorder writes it beside the norm. `Outlier` judges
         the mean over all processes of `torch.distributed`, so that each of them sets a loss, or
-        none does.
+        none does. Without both, nothing reads it.
         """
         return self._states.outliers.loss
 
     @loss.setter
     def loss(self, loss: float | Tensor | None) -> None:
-        is_recorded = self.recorder is not None
-        loss = as_loss(loss, self.skip_above, is_recorded=is_recorded)
-        self._states.outliers.loss = loss
+        self._states.outliers.loss = as_loss(loss)
 
     @property
     def max_consecutive_skips(self) -> int | None:

@@ -54,18 +54,10 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
     return bound
 
 
-def as_loss(
-    loss: object, skip_above: float | Outlier | None, *, is_recorded: bool
-) -> float | Tensor | None:
-    """The user's `loss`, without its graph; recorded, or judged by an `Outlier`."""
+def as_loss(loss: object) -> float | Tensor | None:
+    """The user's `loss`, without its graph."""
     if loss is None:
         return None
-    if not (is_recorded or isinstance(skip_above, Outlier)):
-        raise ValueError(
-            f"loss was set, but skip_above is {skip_above!r}, which compares norms alone, and "
-            "there is no recorder; expected skip_above=Outlier(), which compares a loss with those "
-            "of earlier steps, or recorder=record(path), which writes it"
-        )
     if isinstance(loss, Real) and not isinstance(loss, bool):
         return float(loss)
     got = type(loss).__name__
