@@ -4,8 +4,8 @@ It learns to write the help pages of Python (`help("topics")`), character by cha
 so small, and the learning rate is so high, that one spike can undo the training before it. The six
 ways are: no clipping; a fixed limit; the limit that `suggest_max_norm` suggests for the run with
 the fixed limit; a percentile of the last norms; their z-score; and no clipping, with outliers
-skipped. All start from the same weights and use the same batches. The suggested limit clips 1 to
-10% of the steps after the warm-up.
+skipped. All start from the same weights and use the same batches. Where the norms name no limit,
+the suggested one is the candidate that clips about 5% of the steps.
 
 The text differs between versions of Python, so that the results vary. At ``--learning-rate 1.0``
 the limits that follow the norms fail too; docs/choosing_max_norm.md says why.
@@ -194,7 +194,9 @@ def train_all(settings: Settings) -> dict[str, list[History]]:
                 # From the fixed limit: recorded norms are those before clipping.
                 suggestion = tritonclip.suggest_max_norm(histories["fixed limit 1.0"][0].norms)
                 progress.print(f"Suggested: {suggestion.max_norm}. {suggestion.reason}")
-                way = replace(way, clip=suggestion.max_norm)
+                # Where the norms name no limit, the candidate that clips about 5% of the steps.
+                near = min(suggestion.candidates, key=lambda one: abs(one.share - 0.05))
+                way = replace(way, clip=suggestion.max_norm or near.max_norm)
             advance = partial(progress.advance, task)
             seeds = range(settings.seeds)
             histories[way.name] = [train(way, seed, text, settings, advance) for seed in seeds]

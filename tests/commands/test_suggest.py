@@ -34,8 +34,9 @@ def test_suggest_says_where_no_step_stands_out(path, run):
         for step in range(100):
             recorder.add_(1.0 + step % 7 / 10 + step / 1e4)
     printed = run("suggest", path).out
-    assert "No step stands out" in printed
-    assert printed.endswith("max_norm: none\n")
+    assert "The norms name no limit" in printed
+    low, high = tritonclip.suggest_max_norm(path).range or (0.0, 0.0)
+    assert printed.endswith(f"max_norm: none; to try: {low:g} to {high:g}\n")
 
 
 def test_suggest_reads_a_column_that_is_named(spiky, run):
@@ -150,7 +151,8 @@ def clip(*args, **kwargs):
 
 
 def limits_in(printed):
-    return [line.split()[1] for line in printed.splitlines() if line.startswith("max_norm: ")]
+    lines = [line for line in printed.splitlines() if line.startswith("max_norm: ")]
+    return [line.split()[1].strip(";") for line in lines]
 
 
 def test_suggest_advises_for_each_of_two_models(path, run):

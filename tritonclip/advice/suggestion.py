@@ -21,6 +21,7 @@ from tritonclip.advice.series import (
     Trend,
     ends,
     falls,
+    falls_in_noise,
     n_cut_off,
     spike_score_of,
     trend_of,
@@ -31,12 +32,14 @@ from tritonclip.messages import in_columns
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 
-Verdict = Literal["clip", "no outliers", "drift", "went wrong", "clipped before", "constant"]
+Verdict = Literal[
+    "clip", "no outliers", "drift", "noisy", "went wrong", "clipped before", "constant"
+]
 
 # A tail of 5% is one step of 20, and a tail of 1% is one step of 100.
 _LEAST_STEPS, _ENOUGH = 20, 100
 # The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
-# with fewer, a limit from some hundred steps depends on one or two of them.
+# with fewer, a limit from some hundred steps depends on one or two of them, and so would a verdict.
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
 # With more outliers than this, a limit among them lets most of them pass.
 _MOST_APART = 1 / 3
@@ -45,11 +48,9 @@ _N_SPIKES = 3
 _MOST_NAMED = 6
 # Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
 _SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
-# A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
-_ORDINARY = 3.0
 # The share of a run by which it is judged if it went wrong, and the least steps: fewer where norms
 # are soon NaN.
-_EARLY, _LEAST_EARLY, _LEAST_BEFORE = 0.1, 10, 5
+_EARLY, _LEAST_EARLY = 0.1, 10
 # Norms grow if they rise by this much from the first tenth to the last third, and from the second
 # fifth on still by so much, which leaves out what a warm-up does; those of a vision transformer
 # that learned rose to six times.
@@ -60,13 +61,16 @@ _LEAST_LOSSES = 40
 # runs of bench/trainings.py that went wrong, such a limit left at most a quarter of the gap from no
 # clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
-# A script under a patch has no recorder.
+# In runs that went wrong, the best limit was up to so many times lower or higher.
+_OFF = 4.0
 _ADD_LOSS = (
-    "in the script, recorder = tritonclip.record('run.csv') takes recorder.add_(norm, loss=loss) "
-    "after each clip, and ClippedOptimizer(..., recorder=recorder) optimizer.loss = loss before "
-    "each step"
+    "run --record takes them from a script as it is, and in code recorder.add_(norm, loss=loss) "
+    "or optimizer.loss = loss records them"
 )
-_FIND = "find_max_norm tries limits on your own training."
+_FIND = (
+    "To find out, run python -m tritonclip find train.py:train, or find_max_norm: it tries limits "
+    "on your own training."
+)
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,14 @@ class Suggestion:
     """A limit for a run, other candidates, and the reason; `print` shows it with a table.
 
     Attributes:
-        max_norm: the recommended limit; None if none is needed, or none can be found.
+        max_norm: the recommended limit; None if the norms name none.
+        range: the limits between which to try, if the norms name none, or none for certain.
         reason: the reason in sentences.
-        verdict: "clip"; "no outliers": no step stands out, or so few that a run which learned
-            without a limit did not need one, and the norms name no limit; "drift": a
-            limit that follows the norm fits better than the recommended one; "went wrong": norms
-            became NaN or grew, or the loss did not fall, and the limit is one to try next;
-            "clipped before": norms are cut off at one value; "constant": all norms are equal.
+        verdict: "clip"; "no outliers": hardly a step stands out, and the norms name no limit;
+            "drift": a limit that follows the norm fits better than the recommended one; "noisy":
+            the loss fell less than it varies, and the limit is one to try next; "went wrong":
+            norms became NaN or grew, or the loss did not fall, and so is this limit; "clipped
+            before": norms are cut off at one value; "constant": all norms are equal.
         candidates: in ascending order; empty for the last two verdicts.
         spikes: the largest norms in descending order.
         medians: of the three thirds of the run after the warm-up.
@@ -124,6 +129,7 @@ class Suggestion:
     """
 
     max_norm: float | None
+    range: tuple[float, float] | None
     reason: str
     verdict: Verdict
     candidates: tuple[Candidate, ...]
@@ -154,15 +160,16 @@ def suggest_max_norm(
 ) -> Suggestion:
     """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
-    The limit clips the tail: the steps beyond Tukey's fence, but at least 1% and at most 10% of the
-    steps after the warm-up. The fence lies 1.5 interquartile ranges above the upper quartile of the
-    log norm, relative to the median of its section of the run; the interquartile range is twice
-    that of the lower half, which spikes do not widen.
+    The limit clips the tail: the steps that stand out, but at most 10% of the steps after the
+    warm-up. If fewer than 1% stand out, the norms name no limit. A step stands out if its norm is
+    over three times the median of its section of the run, and its logarithm two interquartile
+    ranges above the upper quartile; the interquartile range is twice that of the lower half, which
+    spikes do not widen.
 
     A run without a limit is judged otherwise. If its norms become NaN or grow, or its loss does not
     fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of the
-    first half of the steps before the NaN. Without losses, the limit is the median of the first
-    third.
+    first half of the steps before the NaN. If its loss falls less than it varies, or none was
+    recorded, the limit is half of the median of the first third.
 
     Example:
         >>> import torch, tritonclip
@@ -185,23 +192,26 @@ def suggest_max_norm(
 
     Returns:
         The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
-        `max_norm` is None if no norm is over three times the median of its section of the run,
-        which does not mean that no limit would help; if something else clipped the gradients before
-        they were measured; or if all norms are equal.
+        `max_norm` is None if hardly a step stands out, which does not mean that no limit would
+        help, and `range` has limits to try; if something else clipped the gradients before they
+        were measured; or if all norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
         TypeError: a history of another kind.
         ValueError: not a history file; a negative norm; fewer than 20 finite norms after the
-            warm-up; several lists and no `list`, or one that is not there; their names are said.
+            warm-up, if no NaN follows; several lists and no `list`, or one that is not there; their
+            names are said.
 
     Notes:
         Everything is computed on the host; reading norms from a device waits for it.
 
     References:
-        Tukey, Exploratory Data Analysis, 1977 (the fence). Seetharaman et al., AutoClip: Adaptive
-        Gradient Clipping for Source Separation Networks, https://arxiv.org/abs/2007.14469, 2020
-        (limits at a quantile of the norms). OLMo-core, `StabilityMonitorCallback` (SpikeScore).
+        Tukey, Exploratory Data Analysis, 1977 (fences). Mann and Whitney, On a Test of Whether One
+        of Two Random Variables is Stochastically Larger, 1947 (a loss that falls). Seetharaman et
+        al., AutoClip: Adaptive Gradient Clipping for Source Separation Networks,
+        https://arxiv.org/abs/2007.14469, 2020 (limits at a quantile of the norms). OLMo-core,
+        `StabilityMonitorCallback` (SpikeScore).
     """
     if not (warmup is None or (type(warmup) is int and warmup >= 0)):
         raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
@@ -282,24 +292,21 @@ def _as_history(history: object) -> History:
 
 
 def _suggest(whole: History, warmup: int | None) -> Suggestion:
-    run = whole
-    trouble = _trouble(run, warmup or 0)
+    run, first = whole, warmup or 0
+    trouble = _trouble(run, first)
     if trouble is not None:
         # A warm-up is found by later steps, which went wrong.
-        run, warmup = run.first(trouble.end), warmup or 0
+        run, warmup = run.first(trouble.end), first
     usable = run.is_positive
     if warmup is None:
         warmup = warmup_of(run.norms, usable)
     usable[:warmup] = False
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
-    if len(norms) < (_LEAST_STEPS if trouble is None else _LEAST_BEFORE):
+    if len(norms) < (_LEAST_STEPS if trouble is None else 1):
         remedy = "record some hundred steps"
         if len(run) >= _LEAST_STEPS > n_finite:
-            remedy = (
-                "the others are NaN or inf: nonfinite='error' names their gradients, and "
-                "find_max_norm tries limits from the first step on"
-            )
+            remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
         elif 0 < len(run) <= warmup:
             remedy = "the warm-up leaves none of the run: make it shorter"
         elif len(run) >= _LEAST_STEPS > n_positive:
@@ -311,23 +318,15 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
     trend = trend_of(norms)
     largest = norms.topk(min(_N_SPIKES, len(norms)))
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
-    limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
-    # Else its loss would be trouble.
-    n_losses = int(run.losses.isfinite().sum())
-    learned = trouble is None and not run.is_limited and n_losses >= _LEAST_LOSSES
-    verdict, reason = _judge(norms, trend, limit, learned=learned)
-    if trouble is not None and verdict not in ("clipped before", "constant"):
-        verdict = "went wrong"
-        limit, reason = _limit_of_trouble(norms, trouble)
-    elif verdict in ("clip", "drift") and run.limits.isinf().any() and not run.has_losses:
-        limit, reason = _limit_without_losses(run, reason)
-    recommended = limit if verdict in ("clip", "drift", "went wrong") else None
-    has_candidates = verdict not in ("clipped before", "constant")
+    tail = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
+    advice = _judge(norms, trend, tail)
+    has_candidates = advice.verdict not in ("clipped before", "constant")
+    if has_candidates:
+        advice = _in_doubt(run, norms, advice, tail, first, trouble)
+    verdict, reason, recommended, limits = advice
     n_nonfinite = int((~whole.norms.isfinite()).sum())
     if has_candidates and trouble is None and not run.has_losses and _ADD_LOSS not in reason:
         reason += f" With losses it could tell whether the run went well: {_ADD_LOSS}."
-    if has_candidates:
-        reason += f" {_FIND}"
     if len(norms) < _ENOUGH and trouble is None:
         reason += f" These are only {len(norms)} steps: record some hundred."
     if n_nonfinite and trouble is None:
@@ -337,6 +336,7 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
         )
     return Suggestion(
         max_norm=recommended,
+        range=limits,
         reason=reason,
         verdict=verdict,
         candidates=_candidates(norms, spikes, recommended) if has_candidates else (),
@@ -350,6 +350,14 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
     )
 
 
+class _Advice(NamedTuple):
+    verdict: Verdict
+    reason: str
+    max_norm: float | None = None
+    # Of limits to try, where that one is not certain.
+    range: tuple[float, float] | None = None
+
+
 class _Trouble(NamedTuple):
     """How a run went wrong: its first `end` steps count, which are called `part`."""
 
@@ -359,23 +367,25 @@ class _Trouble(NamedTuple):
 
 
 def _trouble(run: History, warmup: int) -> _Trouble | None:
-    """How a run without a limit went wrong; None if it did not, or nothing is left to judge."""
+    """How a run without a limit went wrong; None if it did not."""
     n, finite = len(run), run.norms.isfinite()
     if run.is_limited or not finite.any():
         return None
     end = int(finite.nonzero()[-1]) + 1
     if end < n:
-        if end < _LEAST_BEFORE:
-            return None
-        why = f"norms are NaN or inf from step {run.steps[end]} on"
-        half = max(_LEAST_BEFORE, end // 2)
-        return _Trouble(half, why, f"first {half} steps")
+        half = max(1, end // 2)
+        why = f"This run went wrong: norms are NaN or inf from step {run.steps[end]} on"
+        return _Trouble(half, why, f"first {half} steps" if half > 1 else "first step")
     early = warmup + max(_LEAST_EARLY, round(_EARLY * (n - warmup)))
-    losses = run.losses[warmup:]
-    losses = losses[losses.isfinite()]
-    if len(losses) >= _LEAST_LOSSES:
-        stays = _on_loss(losses)
-        return None if stays is None else _Trouble(early, stays, "steps of the first tenth")
+    losses = _losses_of(run, warmup)
+    if losses is not None:
+        if falls(losses) or falls_in_noise(losses):
+            return None
+        why = (
+            "This run seems to have gone wrong, unless its loss need not fall, as those of GANs "
+            f"and policies: it {_change_of(losses)}"
+        )
+        return _Trouble(early, why, "steps of the first tenth")
     norms = run.norms[warmup:][run.is_positive[warmup:]]
     if len(norms) < _ENOUGH:
         return None
@@ -383,40 +393,72 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     first, second, last = (float(part.quantile(0.5)) for part in parts)
     if last < max(_GROWTH * first, _LATE_GROWTH * second):
         return None
-    why = f"norms grow, from {_short(first)} in the first tenth to {_short(last)} in the last third"
+    why = (
+        f"This run seems to have gone wrong: norms grow, from {_short(first)} in the first tenth "
+        f"to {_short(last)} in the last third"
+    )
     return _Trouble(early, why, "steps of the first tenth")
 
 
-def _on_loss(losses: Tensor) -> str | None:
-    """That a loss does not fall, in words; None if it falls."""
-    if falls(losses):
-        return None
-    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in ends(losses))
-    return f"the loss does not fall clearly, from {before} in the first tenth to {after} at the end"
+def _losses_of(run: History, warmup: int) -> Tensor | None:
+    """The losses after a warm-up, if they are enough to say whether they fall."""
+    losses = run.losses[warmup:]
+    losses = losses[losses.isfinite()]
+    return losses if len(losses) >= _LEAST_LOSSES else None
 
 
-def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
-    """The limit for a run that went wrong, from its norms before, and why."""
-    usual = float(norms.quantile(0.25))
-    limit = two_digits(_SHARE_OF_USUAL * usual)
-    return limit, (
-        f"Next, try {limit:g}. This run went wrong: {trouble.why}. Its later norms say nothing "
-        f"about a limit, and only the {trouble.part} count: this is a quarter of the lower "
-        f"quartile of their {len(norms)} norms, {_short(usual)}. It clips most steps, and with "
-        "SGD it also acts as a smaller learning rate."
+def _change_of(losses: Tensor) -> str:
+    before, after = (float(part.quantile(0.5)) for part in ends(losses))
+    change = f"from {before:.3g} in the first tenth to {after:.3g} in the last quarter"
+    return f"fell by {1 - after / before:.0%}, {change}" if before > after > 0 else f"went {change}"
+
+
+def _in_doubt(
+    run: History,
+    norms: Tensor,
+    advice: _Advice,
+    tail: float,
+    warmup: int,
+    trouble: _Trouble | None,
+) -> _Advice:
+    """Advice with a range where a run went wrong, or where norms and losses do not say enough."""
+    low = two_digits(_SHARE_OF_USUAL * norms.quantile(0.25))
+    if trouble is not None:
+        limits = two_digits(low / _OFF), two_digits(low * _OFF)
+        why = (
+            f"{trouble.why}. {_FIND} Later norms say nothing about a limit, and by the "
+            f"{trouble.part} it lies between {limits[0]:g} and {limits[1]:g}. Next, try {low:g}, "
+            "a quarter of the lower quartile of their norms. It clips most steps, and with SGD it "
+            "also acts as a smaller learning rate."
+        )
+        return _Advice("went wrong", why, low, limits)
+    # Warm-up included: a limit has to suit it, too.
+    early = run.norms[run.is_positive]
+    usual = float(early[: max(1, len(early) // 3)].quantile(0.5))
+    limits = two_digits(min(low, usual / 2)), two_digits(max(tail, usual))
+    within = f"between {limits[0]:g} and {limits[1]:g}"
+    losses = None if run.is_limited else _losses_of(run, warmup)
+    verdict = advice.verdict
+    if losses is not None and not falls(losses):
+        verdict = "noisy"
+        why = (
+            f"The loss is noisy; it {_change_of(losses)}. Only trying tells whether a limit helps."
+        )
+    elif advice.max_norm is None:
+        why = f"{advice.reason} {_FIND} Limits to try lie {within}."
+        return advice._replace(reason=why, range=limits)
+    elif run.limits.isinf().any() and not run.has_losses:
+        why = f"No limit was in use, and no losses say whether the run went well: {_ADD_LOSS}."
+    else:
+        return advice._replace(reason=f"{advice.reason} {_FIND}")
+    half = two_digits(usual / 2)
+    why += (
+        f" {_FIND} Limits to try lie {within}. Next, try {half:g}, half of the usual norm of the "
+        "first third."
     )
-
-
-def _limit_without_losses(run: History, reason: str) -> tuple[float, str]:
-    """The limit for a run of which nobody knows whether it went well, and why."""
-    # Warm-up included: the limit has to suit it, too.
-    norms = run.norms[run.is_positive]
-    limit = two_digits(norms[: max(1, len(norms) // 3)].quantile(0.5))
-    return limit, (
-        f"Try {limit:g}, the usual norm of the first third. No limit was in use, and no losses "
-        f"say whether the run went well: {_ADD_LOSS}. If it did: "
-        f"{reason[0].lower()}{reason[1:]}"
-    )
+    if advice.max_norm is not None:
+        why += f" If the run went well: {advice.reason[0].lower()}{advice.reason[1:]}"
+    return _Advice(verdict, why, half, limits)
 
 
 def _share(norms: Tensor, limit: float) -> float:
@@ -464,66 +506,55 @@ def _candidates(
     )
 
 
-def _judge(norms: Tensor, trend: Trend, limit: float, *, learned: bool) -> tuple[Verdict, str]:
-    """Whether to clip at a limit, and why; `learned`: without a limit."""
+def _judge(norms: Tensor, trend: Trend, limit: float) -> _Advice:
+    """Whether to clip at a limit, and why."""
     n, largest = len(norms), float(norms.max())
     n_cut = n_cut_off(norms)
     if n_cut == n:
-        return "constant", (
+        why = (
             f"All {n} norms equal {largest:.4g}, so that no limit can be suggested. If something "
             "clips or normalizes gradients before the norm is measured, turn that off. If the loop "
             "adds the same number at every step, pass the norm that clip_ returns. Then record "
             "again."
         )
+        return _Advice("constant", why)
     if n_cut:
-        return "clipped before", (
+        why = (
             f"{n_cut} of {n} norms equal the largest, {largest:.4g}: most likely something clips "
             "before the norm is measured. Turn that off and record again."
         )
+        return _Advice("clipped before", why)
     medians = _listed(f"{median:.3g}" for median in trend.medians)
     drift = f"The norm drifts: the medians of the thirds of the run are {medians}."
+    stand_out = f"{percent(trend.outside)} of {n} steps stand out from the others"
     reach = f"norms reach {_short(trend.largest)} times the median around them"
-    if learned and trend.largest >= _ORDINARY and trend.outside < _LEAST_SHARE:
-        return "no outliers", (
-            f"The run learned without a limit, and {percent(trend.outside)} of {n} steps stand out "
-            f"from the others, too few to name one: {reach}. {limit:g} would clip "
-            f"{percent(_share(norms, limit))} of the steps, and a limit may help all the same."
+    if trend.outside < _LEAST_SHARE:
+        why = (
+            f"The norms name no limit: {stand_out}, and {reach}. A limit may help all the same: "
+            "norms show single steps that are too long, but not whether all of them are."
         )
-    if trend.largest < _ORDINARY:
-        guard = (
-            f"{drift} To guard against accidents, take a limit that follows it, such as "
-            "ClipByZScore."
-            if trend.drifts
-            else f"A limit of {_short(10 * largest, 1)}, ten times the largest norm, would only "
-            "guard against accidents."
-        )
-        return "no outliers", (
-            f"No step stands out, so that the norms name no limit: {reach}, and less than "
-            f"{_ORDINARY:g} times is ordinary. A limit may help all the same. {guard}"
-        )
+        if trend.drifts:
+            why += f" {drift} ClipByQuantile follows it."
+        return _Advice("no outliers", why)
+    share = _share(norms, limit)
     if trend.drifts:
         times = _listed(_short(limit / median) for median in trend.medians)
         shares = _listed(f"{_share(third, limit):.1%}" for third in norms.tensor_split(3))
-        return "drift", (
+        why = (
             f"{drift} Take a limit that follows the norm under a bound, such as "
-            f"ClipByQuantile(max_norm={limit:g}). If the limit has to be fixed, take {limit:g}: it "
-            f"is {times} times these medians, and clips {shares} "
-            "of the steps in these thirds."
+            f"ClipByQuantile(max_norm={limit:g}). If the limit has to be fixed, take {limit:g}: "
+            f"it is {times} times these medians, and clips {shares} of the steps in these thirds."
         )
-    why = (
-        f"Clip at {limit:g}, which clips {percent(_share(norms, limit))} of {n} steps: {reach}, "
-        f"and {percent(trend.outside)} of the steps stand out from the others."
-    )
-    if trend.outside > _MOST_SHARE >= _share(norms, limit):
+        return _Advice("drift", why, limit)
+    why = f"Clip at {limit:g}, which clips {percent(share)} of the steps: {stand_out}, and {reach}."
+    if trend.outside > _MOST_SHARE >= share:
         why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
     if trend.outside > _MOST_APART:
         why += (
             f" So many are a second kind of steps: {limit:g} lets most of them pass, and a limit "
             "below them clips them all. Only trying says which is better."
         )
-    if trend.outside < _LEAST_SHARE:
-        why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
-    return "clip", why
+    return _Advice("clip", why, limit)
 
 
 def _short(number: float, digits: int = 2) -> str:

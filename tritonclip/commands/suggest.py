@@ -90,8 +90,13 @@ def _print(suggestion: Suggestion) -> None:
         print(f"SpikeScore: {suggestion.spike_score:.2%}")
     print(suggestion)
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
-    only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
-    print(f"max_norm: {limit}{only}")
+    more = ""
+    if suggestion.range is not None:
+        low, high = suggestion.range
+        more = f"; to try: {low:g} to {high:g}"
+    elif suggestion.verdict == "drift":
+        more = ", if the limit has to be fixed"
+    print(f"max_norm: {limit}{more}")
 
 
 def _left_out(suggestion: Suggestion) -> str:
