@@ -35,25 +35,18 @@ def dense_of(one):
     return grad_of(one).to_dense().cpu().clone()
 
 
-@pytest.mark.covering(2)
-@BOTH
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, torch.inf], ids="p={}".format)
-def test_sparse_norm_is_that_of_the_dense_gradient(device, coalesced, dtype, p):
-    grad = rows(device, coalesced, dtype)
-    expected = reference.norm(grad, p)
-    norm = tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(torch.inf, norm_type=p))
-    assert_norm(norm, expected)
+RULES = [*(ClipByGlobalNorm(0.5, p) for p in (1.0, 2.0, 3.0, torch.inf)), ClipByNorm(0.5)]
 
 
 @pytest.mark.covering(2)
 @BOTH
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=repr)
-def test_sparse_gradient_is_scaled_as_the_dense_one(device, coalesced, dtype, rule):
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_sparse_gradient_is_measured_and_scaled_as_the_dense_one(device, coalesced, dtype, rule):
     one = parameter(rows(device, coalesced, dtype))
     before = dense_of(one)
     norm = tritonclip.clip_([one], rule)
+    assert_norm(norm.reshape(()), reference.norm(before, rule.norm_type))
     by = reference.coefficient(norm.reshape(()), 0.5)
     assert grad_of(one).layout == torch.sparse_coo
     assert_bits([dense_of(one)], [reference.scaled(before, by)])

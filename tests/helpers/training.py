@@ -176,28 +176,6 @@ def count_readings(monkeypatch: pytest.MonkeyPatch, verbs: type[Any]) -> list[ob
     return readings
 
 
-def train(
-    optimizer: ClippedOptimizer,
-    losses: Iterable[Tensor],
-    scaler: torch.amp.GradScaler | None = None,
-    accumulate: int = 1,
-) -> list[float]:
-    """A loop as users write it; the norms before clipping.
-
-    Losses are asked for one by one, after the step before.
-    """
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    norms = []
-    for number, loss in enumerate(losses, 1):
-        scaler.scale(loss / accumulate).backward()
-        if number % accumulate == 0:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            norms.append(optimizer.stats.summary()["norm"])
-    return norms
-
-
 def state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
     """Copies of all of the optimizer's state, step counts included."""
     values = [value for param in params for value in optimizer.state.get(param, {}).values()]

@@ -16,7 +16,6 @@ pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 
 import lightning
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
@@ -40,11 +39,6 @@ class Digits(lightning.LightningModule):
 
     def training_step(self, batch, index):
         return loss_of(self.model, batch)
-
-
-class Unscheduled(Digits):
-    def configure_optimizers(self):
-        return sgd(self.model)
 
 
 class Manual(Digits):
@@ -112,18 +106,6 @@ def test_callback_clips_once_a_step(tmp_path, kind, accumulate):
     norms = assert_trained_by_hand(module, accumulate)
     assert stats["steps"] == stats["clipped_steps"] == len(norms)
     assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
-
-
-def test_callback_clips_unscaled_gradients(tmp_path):
-    module = Unscheduled()
-    options: Any = {"init_scale": 2.0**20, "growth_interval": 3}
-    precision = MixedPrecision("16-mixed", "cpu", scaler=tritonclip.GradScaler("cpu", **options))
-
-    trainer = fitted(tmp_path, module, plugins=[precision])
-
-    twin = torch.amp.GradScaler("cpu", **options)
-    norms = assert_trained_by_hand(module, 1, torch.float16, twin)
-    assert stats_of(trainer)["steps"] == len(norms) < BATCHES
 
 
 def test_callback_wraps_every_optimizer_apart(tmp_path):

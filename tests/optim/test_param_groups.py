@@ -11,15 +11,6 @@ from torch.optim import SGD, SparseAdam
 
 from helpers import reference
 from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal, parameter, parameters
-from helpers.param_groups import (
-    ABSENT,
-    assert_close,
-    clipped,
-    grads_of,
-    grouped,
-    three_groups,
-    values_of,
-)
 from helpers.training import count_readings
 from tritonclip import (
     ClipByGlobalNorm,
@@ -31,6 +22,41 @@ from tritonclip import (
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ABSENT = object()
+
+
+def grouped(groups, clips, rule: Any = 1.0, **options):
+    """A wrapped SGD, one group a list of gradients; the rules of groups, ABSENT for no key."""
+    dicts: list[dict[str, Any]] = []
+    for grads, clip in zip(groups, clips, strict=True):
+        dicts.append({"params": [parameter(grad.clone()) for grad in grads]})
+        if clip is not ABSENT:
+            dicts[-1]["clip"] = clip
+    return ClippedOptimizer(SGD(dicts, lr=1.0), rule, **options)
+
+
+def grads_of(optimizer, number=None):
+    groups = optimizer.param_groups if number is None else [optimizer.param_groups[number]]
+    return [grad_of(p) for group in groups for p in group["params"]]
+
+
+def values_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clipped(grads, max_norm, eps=1e-6):
+    """What one norm over these gradients makes of them: the formula, by the reference."""
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    total = torch.tensor(reference.total_norm(grads)).to(torch.float64 if wide else torch.float32)
+    coefficient = reference.coefficient(total, max_norm, eps)
+    return [reference.scaled(grad, coefficient) for grad in grads]
+
+
+def assert_close(actual, expected):
+    """Equal but for a norm that is right to 1e-6, and a rounding that may turn the other way."""
+    for ours, truth in zip(actual, expected, strict=True):
+        rtol = 2e-6 + (torch.finfo(truth.dtype).eps if truth.dtype.itemsize == 2 else 0)
+        torch.testing.assert_close(ours.detach().cpu(), truth, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +83,7 @@ def test_rule_of_a_group_may_change_between_steps(clip, expected):
 
 @pytest.mark.parametrize("which", ["wrapper", "inner"])
 def test_add_param_group_takes_a_rule(which):
-    optimizer = grouped(three_groups()[:1], [ABSENT])
+    optimizer = grouped([[normal(5000, seed=1), normal((3, 7), seed=2)]], [ABSENT])
     grad = normal(70, seed=9)
     target = optimizer if which == "wrapper" else optimizer.optimizer
     target.add_param_group({"params": [parameter(grad.clone())], "clip": 0.25})
