@@ -248,6 +248,12 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The path of a recorder's file, which is not there yet."""
+    return tmp_path / "run.csv"
+
+
+@pytest.fixture
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accelerate without the state that it keeps in the process and in the environment."""
     state = pytest.importorskip("accelerate.state", reason="needs tritonclip[integrations]")

@@ -20,11 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from helpers import reference
-from helpers.cases import FLOATS, assert_bits, grad_of, normal, parameter, parameters
+from helpers.cases import FLOATS, Operators, assert_bits, grad_of, normal, parameter, parameters
 from helpers.native_lists import BLOCK, amid_canaries, assert_canaries, listed, norms_of
 from helpers.units import check_clip, make
 from helpers.workers import NEEDS_FORK, python, run_in_fork
@@ -64,18 +63,6 @@ def test_writes_count_as_versions_and_others_do_not(rule):
         assert (grad_of(one)._version > before) == (written or isinstance(rule, ClipByValue))
 
 
-class Seen(TorchDispatchMode):
-    """Counts operators that write."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.written += func._schema.is_mutable
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     "rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1), ClipByUnitNorm(0.1)]
 )
@@ -83,9 +70,9 @@ def test_modes_see_every_write(rule):
     params = parameters([normal(9), normal(4)])
     with tritonclip.use_backend("native"):
         tritonclip.clip_(params, rule)
-        with Seen() as mode:
+        with Operators() as operators:
             tritonclip.clip_(params, type(rule)(0.05))
-    assert mode.written
+    assert operators.written()
 
 
 # Of torch itself, when it first makes a dual tensor.

@@ -11,11 +11,6 @@ from tritonclip.commands.cli import main
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.csv"
-
-
-@pytest.fixture
 def spiky(path):
     """The file of a run with 3% spikes."""
     numbers = random.Random(0)

@@ -16,10 +16,9 @@ from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from helpers.cases import INTERPRETED, assert_bits, grad_of, normal, parameters
+from helpers.cases import INTERPRETED, Operators, assert_bits, grad_of, normal, parameters
 from helpers.serving import forget_plans
 from tritonclip import (
     ClipByGlobalNorm,
@@ -209,25 +208,12 @@ def test_operator_passes_the_checks_of_torch(device, call, has_derivative):
     torch.library.opcheck(operator, (tensors, *others))
 
 
-class Noting(TorchDispatchMode):
-    """Notes the operators of tritonclip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "tritonclip":
-            self.operators.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @each_operator
 def test_operators_are_kept_out_of_cuda_graphs_of_torch_compile(call):
     """Their tables would lie in the memory of the graph; some read a value on the host."""
-    with FakeTensorMode(), Noting() as noting:
+    with FakeTensorMode(), Operators() as operators:
         call(parameters([torch.ones(2, 3, device="cuda"), torch.ones(5, device="cuda")]))
-    (operator,) = noting.operators
+    (operator,) = [one for one, *_ in operators.calls if one.namespace == "tritonclip"]
     assert torch.Tag.cudagraph_unsafe in operator.tags
 
 

@@ -246,6 +246,22 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+class Operators(TorchDispatchMode):
+    """Runs operators, and keeps each of them with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def written(self) -> list[tuple[Any, Any, dict[str, Any]]]:
+        """The calls of operators that write."""
+        return [call for call in self.calls if call[0]._schema.is_mutable]
+
+
 class NoHostRead(TorchDispatchMode):
     """Refuses to read a value from a tensor on the host, or to pin memory for a copy of one.
 

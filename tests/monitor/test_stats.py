@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.cases import Operators
 from helpers.serving import decided_on_device
 from helpers.training import give_grads, new_params, sgd, step_on, wrapped
 from tritonclip import (
@@ -206,23 +206,6 @@ def counts(request):
         return StepCounts(CPU)
 
 
-class _Recorder(TorchDispatchMode):
-    """Keeps the operators that write, and runs them again."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator._schema.is_mutable:
-            self.written.append((operator, args, kwargs or {}))
-        return operator(*args, **(kwargs or {}))
-
-    def replay(self):
-        for operator, args, kwargs in self.written:
-            operator(*args, **kwargs)
-
-
 CLIPPED = {"steps", "measured_steps", "clipped_steps", "well_clipped_steps"}
 
 
@@ -283,10 +266,10 @@ def test_recorded_steps_count_at_every_replay(coefficients, names):
     """As in a CUDA graph, whose replays run operators and no Python."""
     with decided_on_device():
         counts = StepCounts(CPU)
-    with _Recorder() as recorder:
+    with Operators() as operators:
         counts.add(coefficients)
-    recorder.replay()
-    recorder.replay()
+    for write, args, kwargs in 2 * operators.written():
+        write(*args, **kwargs)
     assert_counts(counts, **dict.fromkeys(names, 3))
 
 
