@@ -202,7 +202,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for one in config.stash[MEASURED]:
         row = report.flat(one)
         if {"rule", "device"} <= row.keys():
-            groups.setdefault(f"{row['test']}, {row['device']}", []).append(row)
+            backend = choose.backend_name(torch.device(row["device"]))
+            place = f"{row['test']}, {row['device']}, {backend} backend"
+            groups.setdefault(place, []).append(row)
     for place, rows in groups.items():
         terminalreporter.section(f"torch's best time / tritonclip's: {place}")
         terminalreporter.write_line(report.summary(rows))

@@ -34,7 +34,7 @@ from bench.samples import Samples, Timed, paired, sample, spread
 from bench.test_host import BY_TORCH, FEATURES, step_of
 from bench.test_training import CLIPS, steps_of, take_turns
 from bench.workloads import WORKLOADS, Workload
-from tritonclip.backends.interface import Clip
+from tritonclip.backends.interface import Clip, Of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,16 +113,15 @@ def bound(grads: list[Tensor]) -> Any:
 
 def verb(kernel: str, gradients: Gradients) -> Callable[[], Any]:
     """A call that launches one kernel on gradients, which all are clipped."""
-    batch, per_gradient = bound(gradients.grads), kernel == "scale, each"
+    batch = bound(gradients.grads)
+    of: Of = "each" if kernel == "scale, each" else "all"
     if kernel == "clamp":
         limit = gradients.limit("value", clipped=False)
         return partial(batch.clamp_, -limit, limit, 1.0)
     if kernel == "norm":
-        return partial(batch.norm, 2.0, per_gradient=False)
-    norms = batch.norm(2.0, per_gradient=per_gradient)
-    limit = min(gradients.norms) / 2 if per_gradient else gradients.limit("norm", clipped=True)
-    scale = batch.scale_each_ if per_gradient else batch.scale_
-    return partial(scale, norms, Clip(2.0, EPS, limit, 1.0))
+        return partial(batch.norm, 2.0, "all")
+    limit = min(gradients.norms) / 2 if of == "each" else gradients.limit("norm", clipped=True)
+    return partial(batch.scale_, batch.norm(2.0, of), Clip(2.0, EPS, limit, 1.0, of=of))
 
 
 @pytest.mark.parametrize("provider", ["tritonclip", "torch"])

@@ -65,16 +65,15 @@ class ChunkTable(Launches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTable(Launches):
-    """Gradients and weights of one device, as kernels see them.
+    """Gradients and weights of one device, as kernels see them, or gradients alone.
 
-    `arguments` are addresses, int64[2, n_tensors], of gradients, then of weights; forms,
+    `arguments` are addresses, int64[n_sides, n_tensors], of gradients, then of weights; forms,
     int64[n_tensors, 4]: rows, their length, and the places of the first partial norm and of the
     first unit; pieces, int64[n_pieces, 4]: tensor, first row, number of rows, and chunk within the
     row.
 
     Attributes:
-        dtype: of the gradients.
-        weight_dtype: of the weights.
+        dtypes: of the gradients, and of the weights.
         n_tensors: gradients.
         n_pieces: pieces; one of no elements for a gradient without any.
         n_norms: partial norms: one a row, or one a chunk of a row.
@@ -83,14 +82,18 @@ class UnitTable(Launches):
         row: as of `ChunkTable`.
     """
 
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
+    dtypes: Sequence[torch.dtype]
     n_tensors: int
     n_pieces: int
     n_norms: int
     n_units: int
     wave: int
     row: Any = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients."""
+        return self.dtypes[0]
 
 
 class _Row:
@@ -268,8 +271,7 @@ class UnitTables(Tables[UnitTable]):
 
     Args:
         device: of the gradients.
-        dtype: of the gradients.
-        weight_dtype: of the weights.
+        dtypes: of the gradients, and of the weights, where there are any.
         counts: rows of each gradient, at least one.
         lengths: elements of its rows.
     """
@@ -277,14 +279,12 @@ class UnitTables(Tables[UnitTable]):
     def __init__(
         self,
         device: torch.device,
-        dtype: torch.dtype,
-        weight_dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         counts: Sequence[int],
         lengths: Sequence[int],
     ) -> None:
         super().__init__(device)
-        self._dtype, self._weight_dtype = dtype, weight_dtype
-        self._counts, self._lengths = counts, lengths
+        self._dtypes, self._counts, self._lengths = dtypes, counts, lengths
 
     def _lay_out(self, addresses: list[int], capturing: bool) -> UnitTable:
         """Makes all tables, in one upload."""
@@ -306,16 +306,16 @@ class UnitTables(Tables[UnitTable]):
         pieces = torch.stack([tensor, row, n_rows, at % chunks[tensor]], 1)
         packed = torch.cat([on_cpu(addresses), forms.flatten(), pieces.flatten()])
         tables = upload(packed, self._device, capturing)
-        n_pieces = len(tensor)
+        n_pieces, ends = len(tensor), (m := len(addresses), m + 4 * n)
+        parts = tables[: ends[0]], tables[ends[0] : ends[1]], tables[ends[1] :]
         return UnitTable(
             device=self._device,
-            dtype=self._dtype,
-            weight_dtype=self._weight_dtype,
+            dtypes=self._dtypes,
             n_tensors=n,
             n_pieces=n_pieces,
             n_norms=sum(map(_count_norms, self._counts, self._lengths)),
             n_units=sum(self._counts),
-            arguments=(parts := (tables[: 2 * n], tables[2 * n : 6 * n], tables[6 * n :])),
+            arguments=parts,
             addresses=tuple(map(torch.Tensor.data_ptr, parts)),
             wave=wave(self._device, OCCUPANCY_2X128),
         )

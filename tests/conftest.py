@@ -31,7 +31,7 @@ from helpers.covering import covering
 from helpers.processes import Worlds
 from helpers.serving import decided_on_device
 from tritonclip.backends.native import NativeBatch, loops
-from tritonclip.backends.operators import TorchBatch
+from tritonclip.backends.torch import TorchBatch
 
 hypothesis.settings.register_profile(
     "tritonclip",

@@ -21,7 +21,7 @@ from helpers.workers import python
 from tritonclip import settings
 from tritonclip.backends import choose, native
 from tritonclip.backends.native import NativeLayout
-from tritonclip.backends.units import has_dense_units
+from tritonclip.backends.operators import has_dense_units
 from tritonclip.engine.plan_cache import plans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -28,7 +28,7 @@ from helpers.native_lists import BLOCK, amid_canaries, assert_canaries, listed, 
 from helpers.units import check_clip, make
 from helpers.workers import NEEDS_FORK, python, run_in_fork
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
-from tritonclip.backends import native, native_units, operators, units
+from tritonclip.backends import native, operators
 from tritonclip.backends.native import CODES, NativeLayout, loops
 
 if native.loops is None:
@@ -310,7 +310,7 @@ def counted(monkeypatch):
         return getattr(loops, name)(*given)
 
     fakes = {name: partial(note, name) for name in dir(loops) if "unit" in name}
-    monkeypatch.setattr(native_units, "loops", SimpleNamespace(**vars(loops) | fakes))
+    monkeypatch.setattr(native, "loops", SimpleNamespace(**vars(loops) | fakes))
     with tritonclip.use_backend("native"):
         yield names
 
@@ -322,9 +322,9 @@ def by_operators(monkeypatch):
 
     def measure(tensor: Tensor, **options: Any) -> Tensor:
         shapes.append(tuple(tensor.shape))
-        return units.unit_norms(tensor, **options)
+        return operators.norms_of_units(tensor, **options)
 
-    monkeypatch.setattr(native_units, "unit_norms", measure)
+    monkeypatch.setattr(native, "norms_of_units", measure)
     with tritonclip.use_backend("native"):
         yield shapes
 

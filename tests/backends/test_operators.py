@@ -14,25 +14,23 @@ from torch.autograd import forward_ad
 import tritonclip
 from helpers.cases import HALVES, assert_bits, grad_of, parameters
 from helpers.native_lists import every_half
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClipState
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClipState
 from tritonclip.backends.operators import (
-    LONG_PIECE,
     PIECE,
-    ROW,
     SMALL,
-    TOGETHER,
     combine,
     combine_numbers,
     split_flat,
 )
+from tritonclip.backends.torch import ALL_PACKED, LONG_PIECE, PACKED, ROW
 
 pytestmark = pytest.mark.usefixtures("operators")
 
 LISTS = {
     "one": [5],
     "some empty": [64, 1, 30, 0],
-    "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, TOGETHER, TOGETHER + 1, 20_000],
-    "small ones of several pieces": [SMALL - 1] * (LONG_PIECE // SMALL + 2),
+    "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, PACKED, PACKED + 1, 80_000],
+    "more small ones than are packed": [SMALL - 1] * (ALL_PACKED // SMALL + 2),
     "few of medium size": [7, 0, 48_000, 1, 10_080],
     "pieces and a rest": [2 * PIECE + 5, 3],
     "long pieces and a rest": [LONG_PIECE + ROW + 5, 3],
@@ -233,3 +231,20 @@ def test_split_flat_yields_every_element_once(name, size, writable):
         for piece in pieces:
             piece.fill_(-1.0)
         assert bool((tensor == -1.0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByUnitNorm(1.0)])
+def test_nan_is_gone_with_the_next_gradients(rule, dtype):
+    """Memory that calls share has no NaN left, behind gradients neither."""
+    grads = [torch.full((3, 5), math.nan, dtype=dtype) for _ in range(30)]
+    params = [torch.ones(3, 5, dtype=dtype, requires_grad=True) for _ in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    tritonclip.clip_(params, rule)
+    for grad in grads:
+        grad.fill_(2.0)
+    norm = tritonclip.clip_(params, rule)
+    assert norm is not None
+    assert norm.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)

@@ -11,7 +11,7 @@ import tritonclip
 from helpers.broken_verbs import break_norm
 from helpers.workers import python
 from tritonclip.backends import choose
-from tritonclip.backends.operators import TorchBatch
+from tritonclip.backends.torch import TorchBatch
 from tritonclip.commands.cli import main
 
 

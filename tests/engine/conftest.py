@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tritonclip.backends.operators import TorchBatch
+from tritonclip.backends.torch import TorchBatch
 from tritonclip.engine import gradients, plan, plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 

@@ -33,7 +33,7 @@ from helpers.cases import (
 )
 from helpers.serving import forget_plans
 from helpers.workers import python
-from tritonclip.backends.operators import TorchBatch
+from tritonclip.backends.torch import TorchBatch
 from tritonclip.engine import execute, plan_cache
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import _join

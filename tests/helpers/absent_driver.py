@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from helpers.absent_gpu import absent_gpu, kernel_module, replaced_launch
-from tritonclip.backends import native, triton, triton_units
+from tritonclip.backends import native, triton
 from tritonclip.backends.interface import Clip
 
 STREAM = 0x7F00DEADBEE0
@@ -107,10 +107,10 @@ def launch_all(dtype: torch.dtype, number: Any) -> None:
     for _ in range(2):
         for erase in (False, True):
             clip = Clip(2.0, 1e-6, number, number, erase)
-            batch.scale_(batch.norm(2.0, per_gradient=False), clip)
-            clip = clip._replace(erase=flag if erase else None)
-            batch.scale_each_(batch.norm(2.0, per_gradient=True), clip)
-        batch.total(batch.norm(2.0, per_gradient=False), 2.0, number)
+            batch.scale_(batch.norm(2.0, "all"), clip)
+            clip = clip._replace(erase=flag if erase else None, of="each")
+            batch.scale_(batch.norm(2.0, "each"), clip)
+        batch.combine(batch.norm(2.0, "all"), 2.0, "all", number)
         batch.clamp_(-1.0, 1.0, number)
         batch.clip_(2.0, 1e-6, 0.5, number)
 
@@ -140,9 +140,10 @@ def clip_again(driver: ctypes.CDLL) -> bool:
 def launch_others(dtype: torch.dtype) -> None:
     """The kernels of units."""
     row = torch.empty(64, 512, dtype=dtype)
-    units = triton_units.TritonUnitLayout([row], [row], torch.promote_types(dtype, torch.float32))
-    batch = units.bind([row], [row], 2 * [row.data_ptr()])
-    batch.scale_each_(batch.measure(), Clip(2.0, 1e-3, 0.1, 1.0))
+    layout = triton.TritonLayout([row], [row])
+    layout.dtype = torch.promote_types(dtype, torch.float32)
+    batch = layout.bind([row, row], None)
+    batch.scale_(batch.norm(2.0, "rows"), Clip(2.0, 1e-3, 0.1, 1.0, of="rows"))
 
 
 def main(folder: str, *dtypes: str) -> None:

@@ -93,7 +93,7 @@ def launches() -> list[Launch]:
         table = kernel_module("tables").lay_out(device, torch.float32, [ELEMENTS], [16])
         batch = backend.TritonBatch([], table, torch.float32)
         clip = Clip(norm_type=2.0, eps=1e-6, limit=1.0, grad_scale=1.0)
-        batch.scale_(batch.norm(2.0, per_gradient=False), clip)
-        batch.scale_each_(batch.norm(2.0, per_gradient=True), clip)
+        batch.scale_(batch.norm(2.0, "all"), clip)
+        batch.scale_(batch.norm(2.0, "each"), clip._replace(of="each"))
         batch.clamp_(-1.0, 1.0, 1.0)
     return found

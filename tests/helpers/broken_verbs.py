@@ -21,8 +21,8 @@ def break_norm(monkeypatch, verbs: Any, factor: float):
     """Makes every measured norm wrong by a factor."""
     real = verbs.norm
 
-    def broken(batch, norm_type, *, per_gradient):
-        norms = real(batch, norm_type, per_gradient=per_gradient)
+    def broken(batch, norm_type, of):
+        norms = real(batch, norm_type, of)
         return [factor * norm for norm in norms] if isinstance(norms, list) else norms.mul_(factor)
 
     monkeypatch.setattr(verbs, "norm", broken)

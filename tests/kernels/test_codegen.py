@@ -68,21 +68,22 @@ def _scale(table: Any, p: float, variant: str) -> None:
 
 def _scale_each(table: Any, p: float, variant: str) -> None:
     norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
-    _batch(table).scale_each_(norms, Clip(p, EPS, number, number, _flag(variant)))
+    _batch(table).scale_(norms, Clip(p, EPS, number, number, _flag(variant), "each"))
 
 
 def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
-    units = importlib.import_module("tritonclip.backends.triton_units")
+    backend = importlib.import_module("tritonclip.backends.triton")
     row = torch.empty(64, kernel_module("access").CHUNK, dtype=table.dtype)
-    layout = units.TritonUnitLayout([row], [row], torch.promote_types(table.dtype, torch.float32))
-    return layout.bind([row], [row], 2 * [row.data_ptr()])
+    layout = backend.TritonLayout([row], [row])
+    layout.dtype = torch.promote_types(table.dtype, torch.float32)
+    return layout.bind([row, row], None)
 
 
 def _scale_units(table: Any, p: float, variant: str) -> None:
     units, number = _units(table), _number(variant)
     norms = torch.empty(2, 64, dtype=torch.float64)
-    units.scale_each_(norms, Clip(2.0, 1e-3, number, number, _flag(variant)))
+    units.scale_(norms, Clip(2.0, 1e-3, number, number, _flag(variant), "rows"))
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ class Verb:
 
 
 VERBS = {
-    "norm": Verb(lambda table, p, kind: _batch(table).norm(p, per_gradient=kind == "each"), 1, 0),
+    "norm": Verb(lambda table, p, kind: _batch(table).norm(p, kind or "all"), 1, 0),
     "scale": Verb(_scale, 1, 1),
     "scale_each": Verb(_scale_each, 1, 1),
     "clamp": Verb(lambda table, p, kind: _batch(table).clamp_(-1.0, 1.0, _number(kind)), 2, 1),
-    "unit_norms": Verb(lambda table, p, kind: _units(table).measure(), 1, 0, by_row=True),
+    "unit_norms": Verb(lambda table, p, kind: _units(table).norm(2.0, "rows"), 1, 0, by_row=True),
     "scale_units": Verb(_scale_units, 1, 1, by_row=True),
 }
 

@@ -6,7 +6,6 @@ Triton derive them from the verbs' real arguments, for an H100 that is not there
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -85,14 +84,13 @@ EPS = 1e-6
 def launch_all(dtype: torch.dtype, number: Any) -> None:
     """Every verb, with every kind of argument."""
     batch = batch_of(dtype)
-    for per_gradient, erase in itertools.product((False, True), repeat=2):
-        norms = batch.norm(2.0, per_gradient=per_gradient)
-        if per_gradient:
-            flag = torch.tensor(True) if erase else None
-            batch.scale_each_(norms, Clip(2.0, EPS, number, number, flag))
-        else:
-            for write in (True, False):
-                batch._scale_(norms, Clip(2.0, EPS, number, number, erase), write=write)
+    for erase in (False, True):
+        clip = Clip(2.0, EPS, number, number, erase)
+        norms = batch.norm(2.0, "all")
+        for write in (True, False):
+            batch._scale_(norms, clip, batch._dtype, write=write)
+        clip = clip._replace(erase=torch.tensor(True) if erase else None, of="each")
+        batch.scale_(batch.norm(2.0, "each"), clip)
     batch.clamp_(-1.0, 1.0, number)
 
 
@@ -113,11 +111,11 @@ def test_launches_of_a_known_form_compile_nothing(compiled):
     """Other numbers, sizes, alignments and grids: what the JIT specialises to by itself."""
     for sizes in ((3,), (3, 5), (16384 * 16,), (16,) * 16):
         batch = batch_of(torch.float32, sizes)
-        batch.norm(2.0, per_gradient=False)
+        batch.norm(2.0, "all")
         # At an odd number of elements after an aligned address.
         norms = torch.empty(len(sizes) * 17, dtype=torch.float64)[len(sizes) % 2 :]
         batch.scale_(norms, Clip(2.0, EPS, 0.5, 0.5))
-        batch.scale_each_(norms, Clip(2.0, EPS, -0.0, -0.0))
+        batch.scale_(norms, Clip(2.0, EPS, -0.0, -0.0, of="each"))
         batch.clamp_(-1.0, 2.0**60, 1.0)
     assert len(compiled) == 4
     assert [len(one.calls) for one in compiled] == [4] * 4

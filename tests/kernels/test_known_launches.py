@@ -30,8 +30,8 @@ from helpers.absent_gpu import absent_gpu  # noqa: E402
 from tritonclip.backends.interface import Clip  # noqa: E402
 from tritonclip.backends.triton import (  # noqa: E402
     TritonBatch,
+    TritonLayout,
 )
-from tritonclip.backends.triton_units import TritonUnitLayout  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
 from tritonclip.kernels.tables import lay_out  # noqa: E402
 
@@ -279,17 +279,17 @@ class Batches:
         self.table = lay_out(torch.device("cpu"), torch.float32, [20000, 3], [16, 32])
         self.gradients = TritonBatch([], self.table, torch.float32)
         row = torch.ones(64, 512)
-        self.layout = TritonUnitLayout([row], [row], torch.float32)
-        self.units = self.layout.bind([row], [row], [16, 32])
-        half = TritonUnitLayout([row], [row.half()], torch.float32)
-        self.mixed = half.bind([row], [row.half()], [16, 32])
+        self.layout = TritonLayout([row], [row])
+        self.units = self.layout.bind([row, row], [16, 32])
+        half = TritonLayout([row], [row.half()])
+        self.mixed = half.bind([row, row.half()], [16, 32])
 
     def clip_each(self) -> None:
-        norms = self.gradients.norm(2.0, per_gradient=True)
-        self.gradients.scale_each_(norms, Clip(2.0, 0, 1.0, 1.0))
+        norms = self.gradients.norm(2.0, "each")
+        self.gradients.scale_(norms, Clip(2.0, 0, 1.0, 1.0, of="each"))
 
     def clip_units(self, units: Any, *numbers: Any) -> None:
-        units.scale_each_(units.measure(), Clip(2.0, 1e-3, *numbers))
+        units.scale_(units.norm(2.0, "rows"), Clip(2.0, 1e-3, *numbers)._replace(of="rows"))
 
 
 NUMBER = torch.tensor(2.0)
@@ -343,25 +343,25 @@ def test_other_forms_of_a_launch_are_not_known(by_triton):
     clips = [Clip(2.0, 0.0, *numbers) for numbers in forms_of_numbers(number)]
     other, last = Clip(1.0, 0.0, 1.0, 1.0), Clip(2.0, 0.0, 1.0, 1.0, flag)
     forms: list[Callable[[], object]] = [
-        lambda: batch.norm(2.0, per_gradient=False),
-        lambda: batch.norm(2.0, per_gradient=True),
-        lambda: batch.norm(1.0, per_gradient=False),
+        lambda: batch.norm(2.0, "all"),
+        lambda: batch.norm(2.0, "each"),
+        lambda: batch.norm(1.0, "all"),
         lambda: batch.clamp_(-1.0, 1.0, 2.0),
         lambda: batch.clamp_(-1.0, 1.0, number),
         lambda: batch.clamp_(-1.0, 1.0, number.double()),
-        lambda: batch.total(norms, 2.0, 1.0),
+        lambda: batch.combine(norms, 2.0, "all"),
         *(
             partial(batch.scale_, norms, clip)
             for clip in (*clips, other, clips[0]._replace(erase=True))
         ),
-        *(partial(batch.scale_each_, norms, clip) for clip in (*clips, other, last)),
-        lambda: batch.total_each(norms, 2.0, 1.0),
-        lambda: batch.norms_each(norms, 2.0),
+        *(partial(batch.scale_, norms, clip._replace(of="each")) for clip in (*clips, other, last)),
+        lambda: batch.combine(norms, 2.0, "each"),
+        lambda: batch.combine(norms, 2.0, "each", wide=True),
         lambda: batch.scale_(norms.float(), clips[0]),
-        units.measure,
-        *(partial(units.scale_each_, of_units, clip) for clip in (*clips, last)),
-        lambda: units.total_each(of_units, 2.0, 1.0),
-        lambda: units.norms_each(of_units),
+        lambda: units.norm(2.0, "rows"),
+        *(partial(units.scale_, of_units, clip._replace(of="rows")) for clip in (*clips, last)),
+        lambda: units.combine(of_units, 2.0, "rows"),
+        lambda: units.combine(of_units, 2.0, "rows", wide=True),
     ]
     for form in forms:
         form()

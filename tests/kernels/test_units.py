@@ -70,7 +70,7 @@ def test_clip_by_unit_falls_back_with_a_warning(device, launches):
 
 def _table(counts: list[int], lengths: list[int]) -> Any:
     cpu = torch.device("cpu")
-    tables = kernel_module("tables").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
+    tables = kernel_module("tables").UnitTables(cpu, [torch.float32] * 2, counts, lengths)
     return tables.table(list(range(16, 16 + 32 * len(counts), 16)))
 
 

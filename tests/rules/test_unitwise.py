@@ -172,11 +172,11 @@ def test_verify_finds_a_wrong_unit(backend, monkeypatch):
     """Units that have the norms of others."""
     if backend.name == "torch":
         pytest.skip("the reference has the faults of the torch backend")
-    module = importlib.import_module(f"tritonclip.backends.{backend.module}_units")
-    units = module.TritonUnits if backend.name == "triton" else module.NativeUnits
+    module = importlib.import_module(f"tritonclip.backends.{backend.module}")
+    batch = module.TritonBatch if backend.name == "triton" else module.NativeBatch
     parameters = make([(5, 8)], device=backend.device)
-    real = units.measure
-    monkeypatch.setattr(units, "measure", lambda batch: real(batch).flip(1))
+    real = batch.norm
+    monkeypatch.setattr(batch, "norm", lambda *args: real(*args).flip(1))
     with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match=r"parameters\[0\]"):
         tritonclip.clip_(parameters, ClipByUnitNorm())
 
@@ -243,8 +243,8 @@ def test_clip_by_unit_follows_weights_whose_layout_changed(device):
 def test_clip_by_unit_makes_layouts_once_for_weights_of_one_form(device):
     """Weights that moved have the form of the others; those of another form have new layouts."""
     (one,) = make([(6, 5, 4, 3)], device=device)
-    made = Mock(wraps=choose.unit_layout_of)
-    with patch("tritonclip.engine.units.unit_layout_of", made):
+    made = Mock(wraps=choose.layout_of)
+    with patch("tritonclip.engine.units.layout_of", made):
         for count, change in ((1, torch.clone), (1, torch.clone), (2, LAYOUTS["channels_last"])):
             one.data = change(one.data)
             tritonclip.clip_([one], ClipByUnitNorm())

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -11,9 +12,8 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.native import NativeLayout, fault, loops
-from tritonclip.backends.native_units import NativeUnitLayout
-from tritonclip.backends.operators import ARITHMETIC, TorchLayout
-from tritonclip.backends.units import TorchUnitLayout, has_dense_units
+from tritonclip.backends.operators import ARITHMETIC, has_dense_units
+from tritonclip.backends.torch import TorchLayout
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_observed
 
@@ -21,51 +21,48 @@ from tritonclip.modes import is_observed
 _OF_DEVICE = {"cpu": "native", "cuda": "triton"}
 
 
-def layout_of(tensors: list[Tensor]) -> Layout:
+def layout_of(tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> Layout:
     """The layout of gradients of one device and dtype, of the backend that serves them.
 
-    They are real, dense in memory, and contiguous where the layout is not `by_address`. Raises
+    They are real, dense in memory, and contiguous where the layout is not `by_address`. With
+    weights, or none of them, it is one by rows, of gradients as users see them. Raises
     NotImplementedError where a backend was asked for by name and cannot serve the device.
     """
     device = tensors[0].device
     name = backend_name(device)
+    by_rows = weights is not None
+    if name == "torch" or (by_rows and not _serves_rows(name, tensors, weights or tensors)):
+        return torch_layout(tensors, weights)
     if name == "native":
-        return NativeLayout(tensors)
-    if name == "torch":
-        return torch_layout(device)
+        return NativeLayout(tensors, weights)
     backend = importlib.import_module("tritonclip.backends.triton")
-    layout: Layout = backend.TritonLayout(tensors)
+    layout: Layout = backend.TritonLayout(tensors, weights)
     return layout
 
 
-def torch_layout(device: torch.device) -> Layout:
+def torch_layout(tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> Layout:
     """The layout of the torch backend."""
     # Tensors that dual numbers, transforms or a tracer follow give no numbers.
-    return TorchLayout(on_host=host_decides(device) and not is_observed())
+    on_host = host_decides(tensors[0].device) and not is_observed()
+    return TorchLayout(tensors, weights, on_host=on_host)
 
 
-def unit_layout_of(
-    grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype
-) -> TorchUnitLayout:
-    """As `layout_of`, for a rule by unit, of gradients as users see them; `dtype` is of results."""
-    device, kinds = grads[0].device, {weight.dtype for weight in weights}
-    name = backend_name(device)
-    is_arithmetic = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
-    if name == "triton":
-        # As many reals in a unit of the weights as in one of the gradients.
-        is_arithmetic = is_arithmetic and weights[0].is_complex() == grads[0].is_complex()
-        if is_arithmetic and all(map(has_dense_units, [*grads, *weights])):
-            backend = importlib.import_module("tritonclip.backends.triton_units")
-            layout: TorchUnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
-            return layout
+def _serves_rows(name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Whether a backend other than torch's takes the rows of these tensors."""
+    kinds = {weight.dtype for weight in weights}
+    serves = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
+    if name == "native":
+        return serves
+    # As many reals in a unit of the weights as in one of the gradients.
+    serves = serves and weights[0].is_complex() == grads[0].is_complex()
+    if not (serves and all(map(has_dense_units, [*grads, *weights]))):
         _warn_once(
             "tritonclip's kernels read units that are dense in memory, and weights of one dtype, "
             "complex where their gradients are: others take the slower torch backend; make "
             "parameters contiguous or channels_last where speed matters"
         )
-    if name == "native" and is_arithmetic:
-        return NativeUnitLayout(grads, weights, dtype)
-    return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
+        return False
+    return True
 
 
 def host_decides(device: torch.device) -> bool:

@@ -13,24 +13,29 @@ import math
 import os
 import sys
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import c_double, c_float
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tritonclip.backends.interface import Batch, Clip, PartialNorms
+from tritonclip.backends.interface import Batch, Clip, Of, PartialNorms, arithmetic_of
 from tritonclip.backends.operators import (
-    TorchBatch,
     as_contiguous,
-    as_tensor,
+    combine,
     combine_numbers,
+    count_rows,
+    has_dense_units,
+    multiply_units_,
     norm_of,
+    norms_of_units,
     results_of,
     unscale_and_clamp_,
 )
@@ -119,42 +124,94 @@ def may_share(sizes: list[int]) -> bool:
     return sum(sizes) >= least
 
 
+class Form(NamedTuple):
+    """Rows as the loops take those of a list of tensors."""
+
+    # Packed, the reals in a row of each tensor.
+    lengths: bytes
+    # Of the dtype.
+    code: int
+    # Packed, the rows of each tensor.
+    rows: bytes
+
+
+class Rows:
+    """The rows of gradients and of their weights, as the loops take them.
+
+    All have dtypes that have loops; weights have one.
+    """
+
+    def __init__(self, grads: list[Tensor], weights: Sequence[Tensor]) -> None:
+        self.counts = list(map(count_rows, grads))
+        self.sides = [self._form_of(side) for side in (grads, weights) if side]
+        self.form = self.sides[0]
+        if weights and weights[0].dtype == grads[0].dtype:
+            # One call measures both.
+            lengths, code, rows = self.form
+            self.sides = [Form(lengths * 2, code, rows * 2)]
+        self.is_double = CODES[torch.float64] in {form.code for form in self.sides}
+        self.with_gaps = {i for i, x in enumerate([*grads, *weights]) if not has_dense_units(x)}
+        # Where the partial norms of each gradient begin, in bytes.
+        self.starts = [
+            8 * (end - n) for end, n in zip(accumulate(self.counts), self.counts, strict=True)
+        ]
+
+    def _form_of(self, tensors: Sequence[Tensor]) -> Form:
+        reals = 2 if tensors[0].is_complex() else 1
+        counted = zip(tensors, self.counts, strict=True)
+        lengths = array("q", [reals * tensor.numel() // n for tensor, n in counted])
+        code = CODES[tensors[0].dtype.to_real()]
+        return Form(lengths.tobytes(), code, array("q", self.counts).tobytes())
+
+
 class NativeLayout:
-    """Sizes of gradients on a CPU that are dense in memory, of one dtype that has loops."""
+    """Sizes of gradients on a CPU that are dense in memory, of one dtype that has loops.
+
+    With weights, or none, it is one by rows, and gradients may have gaps.
+    """
 
     by_address = True
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> None:
+        self.dtype, dtype = torch.float32, tensors[0].dtype.to_real()
+        self.is_double = dtype == torch.float64
+        self.code = CODES[dtype]
         sizes = list(map(Tensor.numel, tensors))
-        self.dtype = torch.float32
-        self.is_double = tensors[0].dtype == torch.float64
-        self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", sizes).tobytes()
-        self.is_shared = may_share(sizes)
         self.n_bytes = len(self.packed_sizes)
+        self.rows = None if weights is None else Rows(tensors, weights)
+        self.is_shared = may_share([*sizes, *map(Tensor.numel, weights or ())])
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
-        return NativeBatch(tensors, self, addresses or list(map(Tensor.data_ptr, tensors)))
+        addresses = addresses or list(map(Tensor.data_ptr, tensors))
+        if self.rows is not None and self.rows.with_gaps:
+            # The loops leave out what has no address.
+            addresses = [0 if i in self.rows.with_gaps else at for i, at in enumerate(addresses)]
+        return NativeBatch(tensors, self, addresses)
 
 
 class NativeBatch:
     """Verbs by addresses; see :class:`tritonclip.backends.interface.Batch`.
 
-    The host decides, in Python's numbers: a gradient whose coefficient is 1 is not written.
+    The host decides, in Python's numbers: a gradient whose coefficients are 1 is not written.
     Versions count before a write, so that an interrupt leaves none that autograd does not see.
     """
 
     def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
-        threads = torch.get_num_threads() if layout.is_shared else 1
-        self._list = addresses, layout.packed_sizes, layout.code, threads
+        self._threads = torch.get_num_threads() if layout.is_shared else 1
+        self.sizes: Sequence[int] = () if layout.rows is None else layout.rows.counts
+        self._list = addresses, layout.packed_sizes, layout.code, self._threads
 
-    def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
-        """Measures the gradients: one partial norm a gradient, or one."""
+    def norm(self, norm_type: float, of: Of) -> PartialNorms:
+        """Measures the gradients: one partial norm, or one for each gradient or row."""
+        if self.layout.rows is not None:
+            return self._norms_of_rows(self.layout.rows)
         if norm_type not in ORDERS:
-            batch = TorchBatch(as_contiguous(self.tensors), self.dtype, on_host=True)
-            return batch.norm(norm_type, per_gradient=per_gradient)
-        if per_gradient:
+            tensors = as_contiguous(self.tensors)
+            lists = [[tensor] for tensor in tensors] if of == "each" else [tensors]
+            return [float(norm_of(part, norm_type, torch.float64)) for part in lists]
+        if of == "each":
             norms = loops.norms(*self._list, norm_type)
         else:
             norms = [loops.norm(*self._list, norm_type)]
@@ -162,30 +219,63 @@ class NativeBatch:
             for i, norm in enumerate(norms):
                 # Squares of float64 may have overflowed or lost digits.
                 if is_extreme(norm):
-                    tensors = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
+                    tensors = as_contiguous([self.tensors[i]] if of == "each" else self.tensors)
                     norms[i] = float(norm_of(tensors, 2.0, torch.float64))
         return norms
 
-    def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        total = combine_numbers(_as_numbers(norms), norm_type)
-        return self._as_tensor(results_of([total], grad_scale, self.dtype))[0]
+    def _norms_of_rows(self, rows: Rows) -> Tensor:
+        """The norm of each row of the gradients, and below them those of the weights."""
+        n, n_sides = len(rows.counts), len(self.tensors) // len(rows.counts)
+        norms = torch.empty(n_sides, sum(rows.counts), dtype=torch.float64, device=_CPU)
+        at = self._list[0]
+        parts, first = norms.view(-1).split(rows.counts * n_sides), 0
+        for lengths, code, counts in rows.sides:
+            stop = first + len(counts) // 8
+            out = norms[first // n].data_ptr()
+            # Those that were left out, or have extreme squares.
+            for i in loops.unit_norms(at[first:stop], lengths, code, self._threads, counts, out):
+                parts[first + i].copy_(norms_of_units(self.tensors[first + i]))
+            first = stop
+        return norms
 
-    def total_each(
-        self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
+    def combine(
+        self,
+        norms: PartialNorms,
+        norm_type: float,
+        of: Of,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        wide: bool = False,
     ) -> Tensor:
-        return self._as_tensor(results_of(_as_numbers(norms), grad_scale, self.dtype))
+        """The norm of all, or of each gradient."""
+        if of == "rows":
+            numbers = self._totals(norms)
+        else:
+            numbers = norms if isinstance(norms, list) else norms.tolist()
+        if of == "all":
+            numbers = [combine_numbers(numbers, norm_type)]
+        dtype = torch.float64 if wide else self.dtype
+        # torch.tensor would take three times as long.
+        found = torch.frombuffer(results_of(numbers, grad_scale, dtype), dtype=dtype)
+        return found[0] if of == "all" else found
 
-    def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
-        return as_tensor(norms)
+    def _totals(self, norms: Tensor) -> list[float]:
+        """The norm of each gradient, from those of its rows."""
+        rows, first = self.layout.rows, norms.data_ptr()
+        assert rows is not None
+        at = [first + start for start in rows.starts]
+        totals: list[float] = loops.norms(at, rows.form.rows, CODES[torch.float64], 1, 2.0)
+        if rows.is_double and any(map(is_extreme, totals)):
+            # Squares may have left the range.
+            totals = [combine(part, 2.0).item() for part in norms[0].split(rows.counts)]
+        return totals
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         return norms
 
-    def _as_tensor(self, results: array[float]) -> Tensor:
-        """Norms as a tensor, 1-d; torch.tensor would take three times as long."""
-        return torch.frombuffer(results, dtype=self.dtype)
-
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        if clip.of != "all":
+            return self._scale_each_(norms, clip)
         numbers = norms if isinstance(norms, list) else norms.tolist()
         total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
@@ -205,27 +295,38 @@ class NativeBatch:
             loops.multiply_(*self._list, factor)
         return norm, coefficient
 
-    def clip_(
-        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
-    ) -> Tensor:
-        norm = None
-        if norm_type in ORDERS:
-            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
-            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
-        if norm is None:
-            norms = self.norm(norm_type, per_gradient=False)
-            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
-        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
-
-    def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        numbers = norms if isinstance(norms, list) else norms.tolist()
-        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        unscaled = [norm / scale for norm in numbers] if scale != 1 else numbers
-        norm = self._as_tensor(results_of(unscaled, 1.0, self.dtype))
+    def _scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each gradient, or each row, by the coefficient of its norm."""
+        rows, wide = self.layout.rows, self.dtype == torch.float64
+        if rows is not None:
+            norms_each = self._totals(norms)
+        else:
+            norms_each = norms if isinstance(norms, list) else norms.tolist()
+        norm = torch.frombuffer(
+            results_of(norms_each, clip.grad_scale, self.dtype), dtype=self.dtype
+        )
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
-            torch._foreach_zero_(self.tensors)
+            # Not by torch._foreach_zero_, which refuses conjugate views.
+            for tensor in self.tensors[: len(norm)]:
+                tensor.zero_()
             return norm, 0.0
         limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
+        scale = float(clip.grad_scale)
+        if rows is not None:
+            numbers = (
+                norms.data_ptr(),
+                rows.form.rows,
+                limit,
+                clip.eps,
+                scale,
+                wide,
+                self.layout.code,
+            )
+            factors, changed, least = loops.unit_factors(*numbers)
+            if changed:
+                self._multiply_rows_(rows, changed, factors)
+            return norm, least
+        unscaled = [number / scale for number in norms_each] if scale != 1 else norms_each
         coefficients, least = loops.coefficients(unscaled, limit, clip.eps, wide)
         factors = coefficients
         if scale != 1:
@@ -234,12 +335,37 @@ class NativeBatch:
             factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
         elif least == 1:
             return norm, least
-        changed = self.tensors
+        tensors = self.tensors
         if 1.0 in factors:
-            changed = [t for t, f in zip(changed, factors, strict=True) if f != 1]
-        increment_version(changed)
+            tensors = [t for t, f in zip(tensors, factors, strict=True) if f != 1]
+        increment_version(tensors)
         loops.multiply_(*self._list, factors)
         return norm, least
+
+    def _multiply_rows_(self, rows: Rows, changed: list[int], factors: bytes) -> None:
+        """Multiplies each row by its factor; operators do it where rows have gaps."""
+        lengths, code, counts = rows.form
+        at = self._list[0][: len(rows.counts)]
+        increment_version([self.tensors[i] for i in changed if at[i]])
+        loops.multiply_units_(at, lengths, code, self._threads, counts, factors)
+        with_gaps = [i for i in changed if not at[i]]
+        if with_gaps:
+            numbers = torch.frombuffer(bytearray(factors), dtype=torch.float64)
+            own = numbers.to(arithmetic_of(self.tensors[0].dtype.to_real())).split(rows.counts)
+            for i in with_gaps:
+                multiply_units_(self.tensors[i], own[i], None)
+
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        norm = None
+        if norm_type in ORDERS:
+            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
+            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
+        if norm is None:
+            norms = self.norm(norm_type, "all")
+            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, and writes none where all are within the bounds."""
@@ -248,8 +374,3 @@ class NativeBatch:
         else:
             increment_version(self.tensors)
             loops.clamp_(*self._list, low, high)
-
-
-def _as_numbers(norms: PartialNorms) -> list[float]:
-    numbers: list[float] = norms if isinstance(norms, list) else norms.tolist()
-    return numbers

@@ -224,8 +224,8 @@ def norms_of(
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None
     if batch is None:
         batch = layout_of(tensors).bind(tensors, None)
-    measured = batch.norm(norm_type, per_gradient=each)
-    return batch.norms_each(measured, norm_type) if each else as_tensor(measured)
+    measured = batch.norm(norm_type, "each" if each else "all")
+    return batch.combine(measured, norm_type, "each", wide=True) if each else as_tensor(measured)
 
 
 # A gradient with a Partial placement is a sum, of which each process has one term. Its parameter

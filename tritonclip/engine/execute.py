@@ -142,9 +142,9 @@ def _clip_only_group_(
     Small lists take up to a quarter less time than by `measure` and `write_`, which serve all.
     """
     if rule.per_unit:
-        (units_batch,) = units.batches_of(gradients)
-        clip = Clip(2.0, rule.eps, limit, grad_scale)
-        return units_batch.scale_each_(units_batch.measure(), clip)[0]
+        (batch,) = units.batches_of(gradients)
+        clip = Clip(2.0, rule.eps, limit, grad_scale, of="rows")
+        return batch.scale_(batch.norm(2.0, "rows"), clip)[0]
     batch = group.layout.bind(gradients.readable, gradients.addresses)
     if rule.clamps:
         low, high = rule.bounds[group.dtype]
@@ -154,8 +154,8 @@ def _clip_only_group_(
         return batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
     if is_pre_dispatch():
         refuse_tracer()
-    norms = batch.norm(rule.norm_type, per_gradient=True)
-    return batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))[0]
+    clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, of="each")
+    return batch.scale_(batch.norm(rule.norm_type, "each"), clip)[0]
 
 
 def write_(
@@ -218,8 +218,8 @@ def _scale_groups_(
         # The coefficient is then 0.
         limit = torch.where(limit >= 0, limit, 0.0)
     results: list[tuple[Tensor, float | Tensor]] = []
-    clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
-    if not norms.per_gradient:
+    clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite, norms.of)
+    if norms.of == "all":
         for batch, partials in zip(norms.batches, norms.partials, strict=True):
             results.append(batch.scale_(partials, clip))
         if not results:
@@ -236,7 +236,7 @@ def _scale_groups_(
             group_clip, indices = clip, plan.groups[i].indices
             if indices is not None or zero_nonfinite:
                 group_clip = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
-            results.append(batch.scale_each_(norms.partials[i], group_clip))
+            results.append(batch.scale_(norms.partials[i], group_clip))
         # Norms of shards are reduced already.
         by_group = [result[0] for result in results]
         norm = norms.norm_here() if plan.reduction else norms.in_order(by_group)
@@ -297,7 +297,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
         for group in plan.groups
     ]
-    norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients, plan)
+    norms = Norms(batches, partials, rule.norm_type, "all", 1.0, gradients, plan)
     _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
     if reference is not None:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.interface import Batch, Limit, PartialNorms
+from tritonclip.backends.interface import Batch, Limit, Of, PartialNorms
 from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
+    norms_of_units,
     results_of,
     unscaled,
     wide_dtype,
 )
-from tritonclip.backends.units import TorchUnits, unit_norms
 from tritonclip.distributed.process_groups import ERRORS, gather_objects
 from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
 from tritonclip.distributed.shards import Positions, Sharding, absent_shard
@@ -43,10 +43,10 @@ class Norms:
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; with `per_gradient`, its own
-            alone, in the form of its backend.
+        partials: for each group those of all groups, on its device; of "each" gradient or "rows",
+            its own alone, in the form of its backend.
         norm_type: p of the p-norm.
-        per_gradient: partials give the norm of each gradient.
+        of: whose norms the partials give.
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
         plan: of the list.
@@ -58,12 +58,17 @@ class Norms:
     batches: list[Batch]
     partials: list[PartialNorms]
     norm_type: float
-    per_gradient: bool
+    of: Of
     grad_scale: float | Tensor
     gradients: Gradients
     plan: Plan
     reduced: Tensor | None = None
     limit: Limit = field(default=None, init=False)
+
+    @property
+    def per_gradient(self) -> bool:
+        """Whether each gradient has a norm."""
+        return self.of != "all"
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale, of all processes' gradients.
@@ -75,11 +80,11 @@ class Norms:
             norm = unscaled(self.reduced, self.grad_scale).to(plan.dtype)
             return norm if self.per_gradient else norm.reshape(())
         if not self.per_gradient:
-            norm = self.batches[0].total(self.partials[0], self.norm_type, self.grad_scale)
+            norm = self.batches[0].combine(self.partials[0], self.norm_type, "all", self.grad_scale)
             return norm.to(plan.device)
         return self.in_order(
             [
-                batch.total_each(partials, self.norm_type, self.grad_scale)
+                batch.combine(partials, self.norm_type, self.of, self.grad_scale)
                 for batch, partials in zip(self.batches, self.partials, strict=True)
             ]
         )
@@ -122,11 +127,15 @@ class Norms:
 
         Not known of other processes, which have to decide alike.
         """
-        batches: Sequence[Any] = self.batches
-        if self.reduced is not None or not isinstance(batches[0], TorchUnits):
+        if self.reduced is not None or self.of != "rows":
             return None
-        found = zip(batches, self.partials, strict=True)
-        return self.in_order([batch.lack_weights(partials) for batch, partials in found])
+        found = []
+        for batch, (norms, weights) in zip(self.batches, self.partials, strict=True):
+            # The norm of a gradient is NaN if a unit of it lacks weights, and 0 otherwise.
+            lacking = torch.where(weights.isnan() & (norms != 0), math.nan, 0.0).to(norms.dtype)
+            rows = torch.stack([lacking, lacking])
+            found.append(batch.combine(rows, 2.0, "rows", wide=True).isnan())
+        return self.in_order(found)
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """Norms by group as one tensor in the order of the gradient list."""
@@ -201,14 +210,15 @@ def measure(
     norm_type, per_gradient, by_unit = norm
     if by_unit:
         return _measure_units(gradients, grad_scale)
+    of: Of = "each" if per_gradient else "all"
     if per_gradient:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
     if len(plan.groups) == 1 and not (plan.pairs and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, per_gradient=per_gradient)
-        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients, plan)
-    return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
+        partials = batch.norm(norm_type, of)
+        return Norms([batch], [partials], norm_type, of, grad_scale, gradients, plan)
+    return _measure_groups(gradients, norm_type, of, grad_scale)
 
 
 def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms | None:
@@ -226,7 +236,7 @@ def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> N
 
 
 def _measure_groups(
-    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+    gradients: Gradients, norm_type: float, of: Of, grad_scale: float | Tensor
 ) -> Norms:
     """Measures several groups, or complex gradients."""
     plan = gradients.plan
@@ -238,13 +248,13 @@ def _measure_groups(
         batch = group.layout.bind(tensors, addresses)
         batches.append(batch)
         if group.pairs and norm_type != 2.0:
-            norms = norms_of(tensors, None, norm_type, pairs=True, each=per_gradient)
-            partials.append(batch.partials_each(norms, norm_type) if per_gradient else norms)
+            norms = norms_of(tensors, None, norm_type, pairs=True, each=of == "each")
+            partials.append(batch.partials_each(norms, norm_type) if of == "each" else norms)
         else:
-            partials.append(batch.norm(norm_type, per_gradient=per_gradient))
-    if not per_gradient:
+            partials.append(batch.norm(norm_type, of))
+    if of == "all":
         partials = _join(partials, [group.device for group in plan.groups])
-    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients, plan)
+    return Norms(batches, partials, norm_type, of, grad_scale, gradients, plan)
 
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:
@@ -293,7 +303,8 @@ def _measure_everywhere(gradients: Gradients, norm: Norm, grad_scale: float | Te
         if each:
             whole = batch.partials_each(group.of_parameters(reduced), norm_type)
         partials.append(whole.to(group.device))
-    return Norms(batches, partials, norm_type, each, grad_scale, gradients, plan, reduced)
+    of: Of = "each" if each else "all"
+    return Norms(batches, partials, norm_type, of, grad_scale, gradients, plan, reduced)
 
 
 @without_grad
@@ -306,25 +317,32 @@ def _measure_units(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
         batches = units.batches_of(gradients)
     plan = gradients.plan
     assert plan is not None
-    # These batches have the verbs for norms by gradient, and no others.
-    as_batches: list[Any] = [*batches]
-    partials = [batch.measure() for batch in batches]
+    partials = [batch.norm(2.0, "rows") for batch in batches]
     if plan.reduction is None:
-        return Norms(as_batches, partials, 2.0, True, grad_scale, gradients, plan)
+        return Norms(batches, partials, 2.0, "rows", grad_scale, gradients, plan)
     n, measured = plan.reduction.n_parameters, _absent_weights(gradients, plan.reduction)
     found = list(zip(plan.groups, batches, partials, strict=True))
     for group, batch, norms in found:
         shard, positions = group.place()
-        measured.append(ShardNorms(batch.norms_each(norms), shard, positions))
+        each = batch.combine(norms, 2.0, "rows", wide=True)
+        measured.append(ShardNorms(each, shard, positions))
         # Weights stand below the n gradients.
         below = Positions([n + position for position in positions.numbers])
-        measured.append(ShardNorms(batch.norms_each(norms.flip(0)), shard, below))
+        weights = batch.combine(norms.flip(0), 2.0, "rows", wide=True)
+        measured.append(ShardNorms(weights, shard, below))
     reduced = _reduce(gradients, plan.reduction, measured, 2.0, 2 * n)
-    partials = []
+    partials, grads = [], gradients.dense()
     for group, batch, norms in found:
-        whole, weights = (group.of_parameters(half).to(norms.device) for half in reduced.split(n))
-        partials.append(batch.with_whole(norms, whole, weights))
-    return Norms(as_batches, partials, 2.0, True, grad_scale, gradients, plan, reduced[:n])
+        parts = []
+        for side, half in zip(norms.unbind(), reduced.split(n), strict=True):
+            # By slices, not by an index tensor: that would be an upload.
+            wholes = group.of_parameters(half).to(norms.device).split(1)
+            own = zip(group.of(grads), side.split(batch.sizes), wholes, strict=True)
+            for grad, old, whole in own:
+                # One unit over all processes: its norm comes first, and the others are 0.
+                parts += [whole, torch.zeros_like(old[1:])] if grad.dim() < 2 else [old]
+        partials.append(torch.cat(parts).view(2, -1))
+    return Norms(batches, partials, 2.0, "rows", grad_scale, gradients, plan, reduced[:n])
 
 
 def _absent_weights(gradients: Gradients, sharding: Sharding) -> list[ShardNorms]:
@@ -335,7 +353,7 @@ def _absent_weights(gradients: Gradients, sharding: Sharding) -> list[ShardNorms
         if parameter.dim() < 2 and parameter.requires_grad:
             shard = absent_shard(sharding.specs, at, sharding.domain)
             # One unit, whose norm is that of the weight.
-            norm = unit_norms(units.weight_of(parameter))
+            norm = norms_of_units(units.weight_of(parameter))
             below = Positions([sharding.n_parameters + at])
             measured.append(ShardNorms(norm, shard, below))
     return measured

@@ -15,7 +15,6 @@ from torch import Tensor
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.operators import WIDE
-from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.distributed.shards import LocalShard, Positions, Sharding
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
@@ -90,8 +89,8 @@ class Plan:
         sharding: how the list lies over processes; None for a list of plain tensors.
         reduction: this, where other processes have shards, so that norms are reduced; else None.
         sizes: elements of each gradient, on the device of results; None before a rule asks.
-        units: guards of weights, and with such weights the layout of each group for a rule by unit;
-            None before the first.
+        rows: guards of weights, or None for no weights, and with such the layout of each group by
+            rows; None before the first.
     """
 
     groups: tuple[Group, ...]
@@ -113,7 +112,7 @@ class Plan:
     sharding: Sharding | None = None
     reduction: Sharding | None = None
     sizes: Tensor | None = None
-    units: tuple[Any, Sequence[TorchUnitLayout]] | None = None
+    rows: tuple[Any, Sequence[Layout]] | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""

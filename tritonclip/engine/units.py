@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import Tensor
 
-from tritonclip.backends.choose import unit_layout_of
-from tritonclip.backends.units import TorchUnitLayout, TorchUnits
+from tritonclip.backends.choose import layout_of
+from tritonclip.backends.interface import Batch, Layout
+from tritonclip.backends.operators import count_rows, norms_of_rows
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.plan_cache import guards_of
 from tritonclip.modes import PLAIN, without_grad
 
-# Most that a gradient adds to its plan: four numbers, the guard of its weights, and for Triton both
-# addresses in each of eight tables.
-UNIT_BYTES = 640
+# Most that a gradient adds to its plan, beside its layout: four numbers, the guard of its weights.
+ROW_BYTES = 512
 
 
-def batches_of(gradients: Gradients) -> list[TorchUnits]:
+def batches_of(gradients: Gradients) -> list[Batch]:
     """The gradients of a list with their weights, for a rule by unit: one batch a group.
 
     TypeError for sparse gradients, and for weights that cannot be read; ValueError for weights of
@@ -42,19 +43,23 @@ def batches_of(gradients: Gradients) -> list[TorchUnits]:
     return _bind(gradients, weights, layouts, addresses)
 
 
-def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[TorchUnitLayout] | None:
-    """The layouts of the groups, where they were made for weights of this form."""
+def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[Layout] | None:
+    """The layouts of the groups, where they were made for weights of this form, or for none."""
+    if plan.rows is None:
+        return None
+    guards, layouts = plan.rows
     # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
-    return plan.units[1] if plan.units is not None and plan.units[0].check(*weights) else None
+    is_known = guards.check(*weights) if guards and weights else not guards and not weights
+    return layouts if is_known else None
 
 
 def _bind(
     gradients: Gradients,
     weights: Sequence[Tensor],
-    layouts: Sequence[TorchUnitLayout] | None,
+    layouts: Sequence[Layout] | None,
     addresses: Sequence[int],
-) -> list[TorchUnits]:
-    """The gradients and weights of each group, in the hands of its backend.
+) -> list[Batch]:
+    """The gradients of each group, and their weights if any, in the hands of its backend.
 
     Without layouts, new ones are made, which a plan for several calls keeps. `addresses` are of the
     weights.
@@ -63,17 +68,23 @@ def _bind(
     assert plan is not None
     if at is None:
         at = list(map(Tensor.data_ptr, grads))
+    sides = [(grads, at), (weights, addresses)] if weights else [(grads, at)]
+    of_groups = [
+        [list(chain.from_iterable(map(group.of, items))) for items in zip(*sides, strict=True)]
+        for group in plan.groups
+    ]
     if layouts is None:
-        layouts = [
-            unit_layout_of(group.of(grads), group.of(weights), plan.dtype) for group in plan.groups
-        ]
+        layouts = []
+        for group, (tensors, _) in zip(plan.groups, of_groups, strict=True):
+            n = len(group.of(grads))
+            layouts.append(layout_of(tensors[:n], tensors[n:]))
+            layouts[-1].dtype = plan.dtype
         if plan.guards is not None:
-            if plan.units is None:
-                plan.n_bytes += UNIT_BYTES * len(weights)
-            plan.units = guards_of(weights), layouts
+            if plan.rows is None:
+                plan.n_bytes += sum(layout.n_bytes for layout in layouts) + ROW_BYTES * len(grads)
+            plan.rows = guards_of(weights) if weights else None, layouts
     return [
-        layout.bind(group.of(grads), group.of(weights), group.of(at) + group.of(addresses))
-        for group, layout in zip(plan.groups, layouts, strict=True)
+        layout.bind(tensors, ats) for layout, (tensors, ats) in zip(layouts, of_groups, strict=True)
     ]
 
 
@@ -85,12 +96,15 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     """
     plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
-    # In place of weights, which are not read.
-    addresses = list(map(Tensor.data_ptr, grads))
-    batches = _bind(gradients, grads, _known_layouts(plan, grads), addresses)
+    batches = _bind(gradients, (), _known_layouts(plan, ()), ())
     norms: dict[int, Tensor] = {}
     for group, batch in zip(plan.groups, batches, strict=True):
-        norms.update(zip(group.of(range(len(grads))), batch.norms_of_units(), strict=True))
+        indices = group.of(range(len(grads)))
+        of_rows = batch.norm(2.0, "rows")[0].split(batch.sizes)
+        for i, own in zip(indices, of_rows, strict=True):
+            n = count_rows(grads[i])
+            # Kernels have a norm for each chunk of a long row.
+            norms[i] = own if len(own) == n else norms_of_rows(own.view(n, -1), own.dtype)
     return [norms[i] for i in range(len(norms))]
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tritonclip.backends import choose
-from tritonclip.backends.operators import wide_dtype
-from tritonclip.backends.units import unit_norms
+from tritonclip.backends.operators import norms_of_units, wide_dtype
 from tritonclip.engine import execute, units, verify
 from tritonclip.engine.arguments import device_of
 from tritonclip.engine.gradients import Gradients
@@ -129,7 +128,7 @@ def norms_of_rows(rows: Sequence[Tensor]) -> list[Tensor]:
     for i in set(range(len(rows))).difference(norms):
         x = rows[i]
         if x.numel():
-            norms[i] = unit_norms(x)
+            norms[i] = norms_of_units(x)
         else:
             norms[i] = torch.zeros(len(x), dtype=wide_dtype(x.device), device=x.device)
     return [norms[i] for i in range(len(rows))]
