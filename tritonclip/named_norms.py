@@ -12,10 +12,9 @@ from torch import Tensor
 from tritonclip.backends.operators import combine, combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.distributed.shards import dtensor_class
-from tritonclip.engine import verify
+from tritonclip.engine import execute
 from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import collect
-from tritonclip.engine.norms import measure
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -194,18 +193,10 @@ class NamedNorms:
             self.gradients.reject_(error)
         self.names = list(self._members)
 
-    def measure(self, p: float, grad_scale: float | Tensor | None) -> Tensor:
+    def measure(self, p: float, grad_scale: float | Tensor) -> Tensor:
         """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
-        gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
-        plan, norm = gradients.plan, Norm(p, each=True)
-        if plan is None:
-            return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-        if plan.verifying:
-            verify.agree_on(gradients, "norms_by_name", norm, scale)
-        measured = measure(gradients, norm, scale)
-        if plan.verifying:
-            verify.Reference(gradients).check_norms(measured)
-        return measured.norm_here()
+        norm = Norm(p, each=True)
+        return execute.measured_norm(self.gradients, norm, grad_scale, call="norms_by_name")
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""

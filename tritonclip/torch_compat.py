@@ -20,7 +20,7 @@ from tritonclip.engine.arguments import labelled, needs_clip, tensors_in
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.engine.gradients import collect, collect_tensors
 from tritonclip.modes import is_traced
-from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Norm, Rule, rule_of
 from tritonclip.rules.arguments import (
     as_limit,
     as_limit_or_schedule,
@@ -228,7 +228,7 @@ def get_total_norm(
         return originals["get_total_norm"](items, order, error_if_nonfinite, foreach)
     processes = check_processes(process_group, copies)
     gradients = collect_tensors(tensors, processes=processes)
-    norm = execute.total_norm(gradients, order, error_if_nonfinite)
+    norm = execute.measured_norm(gradients, Norm(order), error_if_nonfinite=error_if_nonfinite)
     return replicated(norm, gradients.wrappers) if gradients.wrappers else norm
 
 

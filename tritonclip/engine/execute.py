@@ -246,28 +246,28 @@ def _scale_groups_(
 
 
 @without_grad
-def total_norm(
+def measured_norm(
     gradients: Gradients,
-    norm_type: float,
-    error_if_nonfinite: bool = False,
+    norm: Norm,
+    grad_scale: float | Tensor = 1.0,
     *,
-    per_gradient: bool = False,
+    call: str = "get_total_norm",
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
-    if gradients.plan is None:
-        return no_norm(gradients, per_gradient=per_gradient)
-    spec = Norm(norm_type, per_gradient)
-    verifying = gradients.plan.verifying
-    if verifying:
+    """The norm of a gradient list, 0-d, or that of each gradient, 1-d; `call` is the user's."""
+    plan = gradients.plan
+    if plan is None:
+        return no_norm(gradients, per_gradient=norm.each)
+    if plan.verifying:
         policy = "error" if error_if_nonfinite else "propagate"
-        verify.agree_on(gradients, "get_total_norm", spec, nonfinite=policy)
-    norms = measure(gradients, spec, names_culprits=error_if_nonfinite)
-    norm = norms.norm()
+        verify.agree_on(gradients, call, norm, grad_scale, policy)
+    norms = measure(gradients, norm, grad_scale, names_culprits=error_if_nonfinite)
+    result = norms.norm_here()
     if error_if_nonfinite:
-        raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)
-    if verifying:
+        raise_if_nonfinite(gradients, norms, result, TORCH_REMEDY)
+    if plan.verifying:
         verify.Reference(gradients).check_norms(norms)
-    return norm
+    return result
 
 
 @without_grad

@@ -23,7 +23,7 @@ from tritonclip.engine.memory import OverlapError
 from tritonclip.engine.plan import refuse_freed, result_dtype
 from tritonclip.functional import c_loops, formulas
 from tritonclip.modes import is_jit_traced, is_traced
-from tritonclip.rules import Measured, Rule
+from tritonclip.rules import Measured, Norm, Rule
 
 _LABEL_OF = "tensors[{}]".format
 _get_requires_grad = attrgetter("requires_grad")
@@ -54,7 +54,7 @@ def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
     if is_recorded(tensors):
         return formulas.norms_of(tensors, 2.0, each=False)
     norm = c_loops.norm_of(list(tensors))
-    return execute.total_norm(_measured_list(tensors), 2.0) if norm is None else norm
+    return execute.measured_norm(_measured_list(tensors), Norm()) if norm is None else norm
 
 
 def clip(
