@@ -187,6 +187,7 @@ class Clipped(NamedTuple):
 
 # By parameter group, None for the wrapper's rule; the value is None for a rule without a norm.
 Outcomes = dict[int | None, Clipped | None]
+_UNKNOWN = (torch.nan, torch.nan, torch.nan)
 # Counts that a summary leaves out.
 _NOT_SHOWN = ("measured_steps", "well_clipped_steps")
 # Clipped steps, all of them at the limit, that are warned of.
@@ -213,14 +214,6 @@ class ClipStats:
         (tensor(1), tensor(8.0000))
         >>> optimizer.stats.summary()["clipped_share"]
         0.5
-
-    Attributes:
-        last_norm: the norm *before* clipping at the last step under the wrapper's rule,
-            floating-point. For a rule with a norm for each gradient, the largest. NaN for
-            ClipByValue, which measures no norm, and before the first step.
-        group_norms: a dict with the `last_norm` of each parameter group that has its own rule, by
-            the number of the group.
-        group_coefficients: a dict with the `last_coefficient` of these groups.
     """
 
     # Of the class, so that a loaded state leaves both as they are.
@@ -229,11 +222,33 @@ class ClipStats:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = StepCounts(device)
-        self._coefficient: float | Tensor = torch.nan
-        self._limit: float | Tensor = torch.nan
-        self.last_norm = self._nan()
-        self.group_norms: dict[int, Tensor] = {}
-        self.group_coefficients: dict[int, Tensor] = {}
+        self._moved_to = device
+        # Of the last step that was taken, as it came: tensors are made where they are asked for.
+        self._last: Outcomes = {}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all statistics."""
+        return self._counts.device
+
+    @property
+    def last_norm(self) -> Tensor:
+        """The norm *before* clipping at the last step under the wrapper's rule, floating-point.
+
+        For a rule with a norm for each gradient, the largest. NaN for ClipByValue, which measures
+        no norm, and before the first step.
+        """
+        return self._of(None)[0]
+
+    @property
+    def group_norms(self) -> dict[int, Tensor]:
+        """The `last_norm` of each parameter group that has its own rule, by the group's number."""
+        return {i: self._of(i)[0] for i in self._last if i is not None}
+
+    @property
+    def group_coefficients(self) -> dict[int, Tensor]:
+        """The `last_coefficient` of these groups."""
+        return {i: self._of(i)[1].clone() for i in self._last if i is not None}
 
     @property
     def steps(self) -> Tensor:
@@ -275,9 +290,8 @@ class ClipStats:
 
         0-d, of the dtype of `last_norm`; the least one for a rule with several.
         """
-        last = as_tensor(self._coefficient, self.last_norm)
-        # A copy: steps that are not yet counted need the original.
-        return last.clone() if last is self._coefficient else last
+        # A copy: the original may be one that backends write to again.
+        return self._of(None)[1].clone()
 
     @property
     def last_limit(self) -> Tensor:
@@ -285,7 +299,7 @@ class ClipStats:
 
         NaN if gradients had different limits, for ClipByValue, and before the first step.
         """
-        return as_tensor(self._limit, self.last_norm)
+        return self._of(None)[2]
 
     def summary(self) -> dict[str, float | int]:
         """All statistics as plain numbers, for a logger; the one call that waits for the device.
@@ -315,21 +329,18 @@ class ClipStats:
                 "meta; expected parameters with values: make the optimizer after model.to_empty(), "
                 "which replaces the parameters"
             )
-        by_group: dict[str, Tensor] = {}
-        for i, norm in self.group_norms.items():
-            by_group[f"group{i}_norm"] = norm
-            by_group[f"group{i}_coefficient"] = self.group_coefficients[i]
-        floats = [self.last_norm, self.last_coefficient, self.last_limit, *by_group.values()]
+        measured = dict(zip(("norm", "coefficient", "limit"), self._of(None), strict=True))
+        for i in self.group_norms:
+            measured[f"group{i}_norm"], measured[f"group{i}_coefficient"], _ = self._of(i)
         # One transfer for all.
         counts = counts.double()
-        row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
+        row = torch.cat([counts, torch.stack([f.to(counts) for f in measured.values()])]).tolist()
         numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
         n_measured, n_well_clipped = map(numbers.pop, _NOT_SHOWN)
         self._warn_if_clipped_before(numbers["clipped_steps"], n_well_clipped)
         share = numbers["clipped_steps"] / n_measured if n_measured else torch.nan
-        names = ("norm", "coefficient", "limit", *by_group)
-        measured = dict(zip(names, row[len(COUNTS) :], strict=True))
-        return {**measured, **numbers, "clipped_share": share}
+        last_numbers = dict(zip(measured, row[len(COUNTS) :], strict=True))
+        return {**last_numbers, **numbers, "clipped_share": share}
 
     def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
         """Warns, once, where every clipped norm was at the limit."""
@@ -352,67 +363,53 @@ class ClipStats:
         that `follows` the norms may often be near them.
         """
         self._follows = self._follows or follows
-        left_out, device = verdict.left_out, self.last_norm.device
-        if left_out is True:
-            self._counts.add((), verdict)
-            return
-        last: dict[int | None, tuple[Tensor, Tensor]] = {}
-        if isinstance(left_out, Tensor):
-            left_out = left_out.to(device)
-            verdict = verdict._replace(left_out=left_out)
-            last = {owner: self._last(owner) for owner in (None, *outcomes)}
-        # Groups that no longer have their own rule drop out.
-        self.group_norms, self.group_coefficients = {}, {}
-        # If every group has its own rule, the wrapper's norm is unknown.
-        for owner, outcome in {None: None, **outcomes}.items():
-            norm, coefficient, limit = outcome or (self._unknown(), torch.nan, torch.nan)
-            norm = norm.to(device)
+        left_out, coefficients = verdict.left_out, []
+        if left_out is not True:
+            coefficients = [o.coefficient for o in outcomes.values() if o is not None]
             if isinstance(left_out, Tensor):
-                old_norm, old_coefficient = last[owner]
-                coefficient = as_tensor(coefficient, norm)
-                norm = torch.where(left_out, old_norm.to(norm.dtype), norm)
-                coefficient = torch.where(left_out, old_coefficient.to(norm.dtype), coefficient)
-                limit = torch.where(left_out, self.last_limit.to(norm.dtype), limit)
-            if owner is None:
-                self.last_norm, self._coefficient, self._limit = norm, coefficient, limit
-            else:
-                self.group_norms[owner] = norm
-                self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
-        measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
-        self._counts.add(measured, verdict)
+                outcomes = {
+                    owner: self._kept(owner, outcome, left_out)
+                    for owner, outcome in {None: None, **outcomes}.items()
+                }
+            self._last = outcomes
+        self._counts.add(coefficients, verdict)
         known = self._counts.numbers
         if known is not None and known[2] == _SUSPICIOUS:
             self._warn_if_clipped_before(known[2], known[3])
 
-    def move_(self, device: torch.device) -> None:
-        """Moves all tensors, if the model was moved after its optimizer was made."""
-        if self._counts.device.type == "meta":
+    def _kept(self, owner: int | None, outcome: Clipped | None, left_out: Tensor) -> Clipped | None:
+        """The outcome of a step, or that of the last one where the device left the step out."""
+        if outcome is None and self._last.get(owner) is None:
+            return None
+        stays, numbers = left_out.to(self.device), []
+        for before, number in zip(self._of(owner), outcome or _UNKNOWN, strict=True):
+            if isinstance(number, Tensor):
+                number = number.to(self.device)
+                before = before.to(number.dtype)
+            numbers.append(torch.where(stays, before, number))
+        return Clipped(*numbers)
+
+    def _of(self, owner: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, coefficient and limit of a rule at the last step, 0-d; NaN where it has none."""
+        outcome = self._last.get(owner)
+        if outcome is None:
+            nan = torch.full((), torch.nan, dtype=torch.float32, device=self.device)
+            return nan, nan, nan
+        norm = outcome.norm.to(self.device)
+        return norm, as_tensor(outcome.coefficient, norm), as_tensor(outcome.limit, norm)
+
+    def follow_(self, device: torch.device) -> None:
+        """Moves all statistics, if the model was moved after its optimizer was made."""
+        if device == self._moved_to:
+            return
+        if self.device.type == "meta":
             # There are no values to move.
             vars(self).update(vars(ClipStats(device)))
-            return
         self._counts.move_(device)
-        self.last_norm = self.last_norm.to(device)
-        self._coefficient = self.last_coefficient
-        self._limit = self.last_limit
-        self.group_norms = {i: norm.to(device) for i, norm in self.group_norms.items()}
-        self.group_coefficients = {i: c.to(device) for i, c in self.group_coefficients.items()}
-
-    def _last(self, owner: int | None) -> tuple[Tensor, Tensor]:
-        if owner is None:
-            return self.last_norm, as_tensor(self._coefficient, self.last_norm)
-        nan = self._nan()
-        return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
-
-    def _unknown(self) -> Tensor:
-        """NaN for the norm of a step; the same tensor while no step has one, without a launch."""
-        is_known = self._coefficient is not torch.nan or self._limit is not torch.nan
-        return self._nan() if is_known else self.last_norm
-
-    def _nan(self) -> Tensor:
-        return torch.full((), torch.nan, dtype=torch.float32, device=self._counts.device)
+        self._moved_to = device
 
     def __repr__(self) -> str:
-        return f"<ClipStats on {self._counts.device}; summary() reads it>"
+        return f"<ClipStats on {self.device}; summary() reads it>"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all tensors but those of single groups, by name."""
@@ -433,14 +430,12 @@ class ClipStats:
                 "the result of state_dict() of this version of tritonclip, or of an earlier one. "
                 "Nothing was loaded"
             )
-        last = [_saved_number(name, state.get(name, self._nan())) for name in _LAST]
+        last = [_saved_number(name, state.get(name, torch.nan)) for name in _LAST]
         self._counts.load(state)
-        self.group_norms.clear()
-        self.group_coefficients.clear()
-        device = self._counts.device
-        self.last_norm, self._coefficient, self._limit = (
-            self._nan() if number.is_meta else number.to(device, copy=True) for number in last
-        )
+        # Values that are on the device meta are unknown.
+        norm, *others = [torch.nan if n.is_meta else n.to(self.device, copy=True) for n in last]
+        norm = as_tensor(norm, last[0].new_empty((), device=self.device))
+        self._last = {None: Clipped(norm, *others)}
 
 
 def _saved_number(name: str, value: object) -> Tensor:

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
-from tritonclip.monitor.stats import Flag
+from tritonclip.monitor.stats import ClipStats, Flag
 from tritonclip.optim.checkpoint import WRAPPERS
 from tritonclip.optim.step import Step
 from tritonclip.optim.wrapping import OptimizerProxy
@@ -83,10 +83,10 @@ class ScalerState:
 class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls."""
 
+    stats: ClipStats
     _scaler: ScalerState
-    _begin_without_grad: Callable[[Tensor | None], Step]
+    _prepare: Callable[..., Step]
     _measure: Callable[..., Step]
-    _finish: Callable[[Step], None]
 
     @property
     def grad_scale(self) -> Any:
@@ -145,9 +145,9 @@ class ScalerSide(OptimizerProxy):
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                scaler.step = step = self._begin_without_grad(scale)
+                scaler.step = step = self._prepare(scale, is_judged_only=True)
                 if step.verdict.left_out is True:
-                    self._finish(step)
+                    step.finish(self.stats)
                     return None
                 scaler.found_inf = False
             return self.step(*args, **kwargs)

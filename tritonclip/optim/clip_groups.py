@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
     key_of,
+    label_at,
     label_of_member,
     rules_of,
     unclipped_in,
@@ -180,40 +182,33 @@ class Grouping:
         own_rules = self._own_rules
         if covers_all or own_rules:
             processes = _with_meshes(processes, groups)
-        common: list[int] = []
-        unclipped: list[tuple[int, int]] = []
+        shared = [index for index in range(len(groups)) if index not in own_rules]
+        lists: list[tuple[int | None, Sequence[int], Rule]] = [(None, shared, self.rule)]
+        if own_rules:
+            lists = [(i, [i], rule) for i, rule in own_rules.items() if rule is not None]
+            lists = [(None, shared, self.rule), *lists] if shared else lists
         clip_groups = []
-        for index, group in enumerate(groups):
-            if index not in own_rules:
-                common.append(index)
-            elif (rule := own_rules[index]) is not None:
-                clip_groups.append(ClipGroup(self._collect([index], processes), rule, index))
-            else:
-                unclipped += [(index, i) for i in range(len(group["params"]))]
-        if common:
-            clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
+        for owner, members, rule in lists:
+            parameters = groups[members[0]]["params"]
+            if len(members) > 1:
+                parameters = list(chain.from_iterable([groups[i]["params"] for i in members]))
+            label_of, device = partial(label_at, groups, members), None
+            if not parameters:
+                device = self.device
+            gradients = collect(parameters, label_of, processes, self._plans, device)
+            clip_groups.append(ClipGroup(gradients, rule, owner))
         if covers_all:
+            unclipped = [
+                (index, i)
+                for index, rule in own_rules.items()
+                if rule is None
+                for i in range(len(groups[index]["params"]))
+            ]
             n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
             if n_clipped < sum([len(group["params"]) for group in groups]):
                 unclipped = [*dict.fromkeys(unclipped + unclipped_in(groups))]
             clip_groups += self._unclipped(unclipped, processes)
         return clip_groups, refusal
-
-    def _collect(self, indices: Sequence[int], processes: Processes | None) -> Gradients:
-        """The gradients of whole parameter groups, less those that need no clipping."""
-        groups = self._optimizer.param_groups
-        parameters = list(chain.from_iterable([groups[index]["params"] for index in indices]))
-
-        def label_of(position: int) -> str:
-            for index in indices:
-                n = len(groups[index]["params"])
-                if position < n:
-                    break
-                position -= n
-            return label_of_member(groups, index, position)
-
-        device = None if parameters else self.device
-        return collect(parameters, label_of, processes, self._plans, device)
 
     def _unclipped(
         self, members: Sequence[tuple[int, int]], processes: Processes | None

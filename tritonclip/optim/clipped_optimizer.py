@@ -14,7 +14,7 @@ from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder, saved_steps
-from tritonclip.monitor.stats import ClipStats
+from tritonclip.monitor.stats import ClipStats, Flag
 from tritonclip.optim.amp import ScalerSide, ScalerState, step_unless
 from tritonclip.optim.checkpoint import (
     begin_,
@@ -307,9 +307,8 @@ class ClippedOptimizer(ScalerSide):
                 )
             if self._optimizer_step_pre_hooks:
                 args, kwargs = self._before_step(args, kwargs)
-            result, step = self._step(*args[1:], **kwargs)
-            self._finish(step)
-            if step.verdict.left_out is not True:
+            result, left_out = self._step(*args[1:], **kwargs)
+            if left_out is not True:
                 self._has_stepped = True
                 for after in tuple(self._optimizer_step_post_hooks.values()):
                     after(self, args, kwargs)
@@ -324,8 +323,8 @@ class ClippedOptimizer(ScalerSide):
     @torch.compiler.disable(recursive=False)
     def _step(
         self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
-    ) -> tuple[Any, Step]:
-        """Takes a step, or leaves it out; returns its result, and the step to count."""
+    ) -> tuple[Any, Flag]:
+        """Measures, judges, clips, updates and finishes; the result, and if it was left out."""
         if grad_scale is not None or self._scaler.grad_scale is not None:
             try:
                 grad_scale = self._scaler.scale_with(grad_scale)
@@ -334,46 +333,61 @@ class ClippedOptimizer(ScalerSide):
                     # For other processes, which measure under a scale.
                     self._measure_without_grad(1.0, refusal=error)
                 raise
-        optimizer, loss = self.optimizer, None
+        optimizer, result = self.optimizer, None
         if closure is not None:
             if isinstance(self.found_inf, Tensor):
                 raise RuntimeError(CLOSURE_UNDER_SCALER)
             measure = partial(self._measure_without_grad, grad_scale)
             if not (self._policy.checks or self.skip_above is not None):
-                return step_evaluating(optimizer, closure, measure)
+                result, step = step_evaluating(optimizer, closure, measure)
+                step.finish(self.stats)
+                return result, False
             # Evaluated before the wrapped optimizer could do it, while nothing has changed yet.
-            loss = evaluate(closure, optimizer, measure)
+            result = evaluate(closure, optimizer, measure)
         elif isinstance(optimizer, LBFGS):
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
             raise TypeError(NO_LOSS_FOR_LBFGS)
         # `torch.distributed.checkpoint` makes state by a step that is none of the training.
         makes_state = not (torch.is_grad_enabled() or optimizer.state)
-        step = self._clip(grad_scale, makes_state=makes_state)
+        step = self._prepare(grad_scale, makes_state=makes_state)
         left_out = step.verdict.left_out
-        if left_out is True:
-            return loss, step
-        # An interrupted `step_unless` leaves it behind, and the device would leave this step out.
-        vars(optimizer).pop("found_inf", None)
-        if isinstance(left_out, Tensor):
-            result = step_unless(optimizer, left_out)
-        else:
-            result = optimizer.step()
-        self._is_divided = False
-        return result if closure is None else loss, step
+        if left_out is not True:
+            # An interrupted `step_unless` leaves it behind, and the device would leave this step
+            # out.
+            vars(optimizer).pop("found_inf", None)
+            if isinstance(left_out, Tensor):
+                updated = step_unless(optimizer, left_out)
+            else:
+                updated = optimizer.step()
+            self._is_divided = False
+            result = updated if closure is None else result
+        step.finish(self.stats)
+        return result, left_out
 
     @torch.compiler.disable
     @without_grad
-    def _clip(self, grad_scale: Tensor | float | None, *, makes_state: bool) -> Step:
+    def _prepare(
+        self,
+        grad_scale: Tensor | float | None,
+        *,
+        makes_state: bool = False,
+        is_judged_only: bool = False,
+    ) -> Step:
         """A step that is measured, judged, and clipped unless the host leaves it out."""
+        scaler = self._scaler
         if makes_state:
             has_shards = self._grouping.processes is not None
             makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
-        if self._optimizer_step_pre_hooks:
-            # They run after a GradScaler has measured, and may have changed anything.
-            self._scaler.step = None
-        step = self._begin(grad_scale, is_recorded=not makes_state)
-        if step.verdict.left_out is not True:
+        # A GradScaler may have had the step measured, or even judged. Hooks run after that, and may
+        # have changed anything.
+        step, scaler.step = scaler.step, None
+        if step is None or (self._optimizer_step_pre_hooks and not is_judged_only):
+            step = self._measure(grad_scale, is_recorded=not makes_state)
+        if not step.is_judged:
+            overflow = scaler.found_inf is not None and scaler.overflow
+            step.judge(overflow, self._decides_on_device)
+        if step.verdict.left_out is not True and not is_judged_only:
             step.refuse()
             self._is_divided = step.is_scaled
             step.clip_()
@@ -381,39 +395,6 @@ class ClippedOptimizer(ScalerSide):
                 outcomes = [outcome for outcome in step.outcomes.values() if outcome is not None]
                 step.is_counted = not all(is_zero(outcome.norm) for outcome in outcomes)
         return step
-
-    def _begin(self, grad_scale: Tensor | float | None, *, is_recorded: bool = True) -> Step:
-        """A step that is measured and judged; nothing is written yet."""
-        # A GradScaler may have had it measured, or even judged.
-        step, self._scaler.step = self._scaler.step, None
-        if step is None:
-            step = self._measure(grad_scale, is_recorded=is_recorded)
-        if not step.is_judged:
-            overflow = self._scaler.found_inf is not None and self._scaler.overflow
-            step.judge(overflow, self._decides_on_device)
-        return step
-
-    @torch.compiler.disable
-    def _finish(self, step: Step) -> None:
-        """Counts a step by its verdict, and remembers and records its norms.
-
-        The norm of an outlier is remembered, that of an overflow is not.
-        """
-        states, verdict = self._states, step.verdict
-        if step.is_counted:
-            states.steps += 1
-            if step.follows:
-                for group in step.clip_groups:
-                    if group.bound_rule is not None:
-                        group.bound_rule.commit(verdict.left_out)
-            if step.outlier is not None:
-                step.outlier.commit(verdict.overflow)
-            self.stats.record_(step.outcomes, verdict, follows=step.follows)
-            if step.record is not None:
-                step.record.add(step.outcomes, verdict.left_out, states.outliers.loss)
-        states.outliers.loss = None
-        if verdict.skip is not False:
-            self._watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
 
     def _measure(
         self,
@@ -426,9 +407,7 @@ class ClippedOptimizer(ScalerSide):
         """Measures a step, unless it is refused; other processes, which may wait, get the error."""
         grouping, recorder, policy = self._grouping, self._recorder, self._policy
         groups = self.optimizer.param_groups
-        device = grouping.device
-        if device != self.stats.last_norm.device:
-            self.stats.move_(device)
+        self.stats.follow_(grouping.device)
         if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         # Under a GradScaler, a step that is not finite is an overflow.
@@ -453,10 +432,10 @@ class ClippedOptimizer(ScalerSide):
             groups,
             self._states,
             policy,
+            self._watch,
             record,
             grad_scale=1.0 if grad_scale is None else grad_scale,
             is_scaled=grad_scale is not None,
-            max_consecutive_skips=self._watch.most,
             check_finite=check_finite,
         )
         step.measure(refusal, grouping.processes, overflow=overflow)
@@ -478,7 +457,6 @@ class ClippedOptimizer(ScalerSide):
 
     # For callers that may record a graph.
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
-    _begin_without_grad = torch.compiler.disable(without_grad(_begin))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`.

@@ -65,6 +65,16 @@ def label_of_member(groups: Groups, index: int, position: int) -> str:
     return f"param_groups[{index}]['params'][{position}]"
 
 
+def label_at(groups: Groups, indices: Sequence[int], position: int) -> str:
+    """As `label_of_member`, by the position among the parameters of several groups."""
+    for index in indices:
+        n = len(groups[index]["params"])
+        if position < n:
+            break
+        position -= n
+    return label_of_member(groups, index, position)
+
+
 def unclipped_in(groups: Groups) -> list[tuple[int, int]]:
     """The parameters that have `need_clip = False`: (group, position)."""
     return [

@@ -26,7 +26,7 @@ from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.execute import ask_limits, limit_of
 from tritonclip.engine.norms import measure
-from tritonclip.monitor.stats import TAKEN, Flag, Outcomes, Verdict, either
+from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
 from tritonclip.optim.clip_groups import (
     EACH_NORM,
     TWO_NORM,
@@ -41,6 +41,7 @@ from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
+from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
@@ -53,7 +54,7 @@ class Step:
         states: of the rules whose limit changes from step to step.
         grad_scale: the loss scale that all gradients still carry, if `is_scaled`.
         record: for a recorder; None without one.
-        max_consecutive_skips: the number at which the optimizer raises; None for no limit.
+        watch: of steps that are skipped in a row.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         follows: a rule has a limit that changes from step to step.
@@ -67,10 +68,10 @@ class Step:
     param_groups: Groups
     states: RuleStates
     policy: Policy
+    watch: SkipWatch
     record: StepRecord | None
     grad_scale: Tensor | float
     is_scaled: bool
-    max_consecutive_skips: int | None
     check_finite: bool
     follows: bool = False
     outlier: Judgement | None = None
@@ -180,7 +181,7 @@ class Step:
         texts = {
             "the call": "a step of ClippedOptimizer",
             "the policy for NaN and inf": self.policy.name,
-            "max_consecutive_skips": str(self.max_consecutive_skips),
+            "max_consecutive_skips": str(self.watch.most),
             "the loss scale": repr(float(self.grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "a loss" if is_judged else "none",
@@ -318,6 +319,28 @@ class Step:
             elif self.is_scaled and group.norms is not None:
                 group.rule = UNBOUNDED
                 group.clip_(self.grad_scale, zero_nonfinite=False)
+
+    @torch.compiler.disable
+    def finish(self, stats: ClipStats) -> None:
+        """Counts the step by its verdict, and remembers and records its norms.
+
+        The norm of an outlier is remembered, that of an overflow is not.
+        """
+        states, verdict = self.states, self.verdict
+        if self.is_counted:
+            states.steps += 1
+            if self.follows:
+                for group in self.clip_groups:
+                    if group.bound_rule is not None:
+                        group.bound_rule.commit(verdict.left_out)
+            if self.outlier is not None:
+                self.outlier.commit(verdict.overflow)
+            stats.record_(self.outcomes, verdict, follows=self.follows)
+            if self.record is not None:
+                self.record.add(self.outcomes, verdict.left_out, states.outliers.loss)
+        states.outliers.loss = None
+        if verdict.skip is not False:
+            self.watch.look(stats.consecutive_skips, synced=verdict.skip is True)
 
 
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
