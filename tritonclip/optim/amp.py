@@ -65,7 +65,6 @@ class ScalerState:
                 f"optimizer.grad_scale = {scale!r:.40}"
             )
 
-    @torch.compiler.disable
     def scale_with(self, grad_scale: object) -> Tensor | float | None:
         """The loss scale of this step: that of a scaler, or the argument of `step`; not both."""
         self.refuse_set_by_hand()

@@ -14,7 +14,7 @@ from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder, saved_steps
-from tritonclip.monitor.stats import ClipStats, Flag
+from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.amp import ScalerSide, ScalerState, step_unless
 from tritonclip.optim.checkpoint import (
     begin_,
@@ -297,73 +297,79 @@ class ClippedOptimizer(ScalerSide):
                 :func:`clip_`.
             TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.
         """
+        optimizer, scaler = self.optimizer, self._scaler
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
         try:
-            if isinstance(closure, Tensor):
-                raise TypeError(
-                    "step takes a closure, a function that computes the loss, got a tensor; "
-                    "expected step(), after optimizer.loss = loss where a loss is to be judged"
-                )
             if self._optimizer_step_pre_hooks:
                 args, kwargs = self._before_step(args, kwargs)
-            result, left_out = self._step(*args[1:], **kwargs)
-            if left_out is not True:
+                closure, grad_scale = _arguments(*args[1:], **kwargs)
+            if grad_scale is not None or scaler.grad_scale is not None:
+                grad_scale = self._loss_scale(grad_scale, closure)
+            result, step = None, None
+            if closure is not None or isinstance(optimizer, LBFGS):
+                result, step = self._evaluate(closure, grad_scale)
+            if step is None:
+                # `torch.distributed.checkpoint` makes state by a step that is none of the training.
+                makes_state = not (torch.is_grad_enabled() or optimizer.state)
+                step = self._prepare(grad_scale, makes_state=makes_state)
+                left_out = step.verdict.left_out
+                if left_out is not True:
+                    # An interrupted `step_unless` leaves it behind, and the device would leave this
+                    # step out.
+                    vars(optimizer).pop("found_inf", None)
+                    if left_out is False:
+                        updated = optimizer.step()
+                    else:
+                        updated = step_unless(optimizer, left_out)
+                    self._is_divided = False
+                    result = updated if closure is None else result
+            step.finish(self.stats)
+            if step.verdict.left_out is not True:
                 self._has_stepped = True
                 for after in tuple(self._optimizer_step_post_hooks.values()):
                     after(self, args, kwargs)
             return result
         except BaseException:
             # It takes back only from a success what it hands over.
-            self._scaler.clear()
+            scaler.clear()
             if self._is_divided and not self._divided:
                 self._divided = [ref(grad) for grad in self._grads()]
             raise
 
+    @torch.compiler.disable
+    def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
+        """The loss scale of a step: its argument, or that of a GradScaler."""
+        try:
+            return self._scaler.scale_with(grad_scale)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if closure is None:
+                # For other processes, which measure under a scale.
+                self._measure_without_grad(1.0, refusal=error)
+            raise
+
     @torch.compiler.disable(recursive=False)
-    def _step(
-        self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
-    ) -> tuple[Any, Flag]:
-        """Measures, judges, clips, updates and finishes; the result, and if it was left out."""
-        if grad_scale is not None or self._scaler.grad_scale is not None:
-            try:
-                grad_scale = self._scaler.scale_with(grad_scale)
-            except (TypeError, ValueError, RuntimeError) as error:
-                if closure is None:
-                    # For other processes, which measure under a scale.
-                    self._measure_without_grad(1.0, refusal=error)
-                raise
-        optimizer, result = self.optimizer, None
-        if closure is not None:
-            if isinstance(self.found_inf, Tensor):
-                raise RuntimeError(CLOSURE_UNDER_SCALER)
-            measure = partial(self._measure_without_grad, grad_scale)
-            if not (self._policy.checks or self.skip_above is not None):
-                result, step = step_evaluating(optimizer, closure, measure)
-                step.finish(self.stats)
-                return result, False
-            # Evaluated before the wrapped optimizer could do it, while nothing has changed yet.
-            result = evaluate(closure, optimizer, measure)
-        elif isinstance(optimizer, LBFGS):
+    def _evaluate(
+        self, closure: Closure | None, grad_scale: Tensor | float | None
+    ) -> tuple[Any, Step | None]:
+        """The result of a closure, and the step where the wrapped optimizer evaluated it in its."""
+        optimizer = self.optimizer
+        if closure is None:
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
             raise TypeError(NO_LOSS_FOR_LBFGS)
-        # `torch.distributed.checkpoint` makes state by a step that is none of the training.
-        makes_state = not (torch.is_grad_enabled() or optimizer.state)
-        step = self._prepare(grad_scale, makes_state=makes_state)
-        left_out = step.verdict.left_out
-        if left_out is not True:
-            # An interrupted `step_unless` leaves it behind, and the device would leave this step
-            # out.
-            vars(optimizer).pop("found_inf", None)
-            if isinstance(left_out, Tensor):
-                updated = step_unless(optimizer, left_out)
-            else:
-                updated = optimizer.step()
-            self._is_divided = False
-            result = updated if closure is None else result
-        step.finish(self.stats)
-        return result, left_out
+        if isinstance(closure, Tensor):
+            raise TypeError(
+                "step takes a closure, a function that computes the loss, got a tensor; "
+                "expected step(), after optimizer.loss = loss where a loss is to be judged"
+            )
+        if isinstance(self.found_inf, Tensor):
+            raise RuntimeError(CLOSURE_UNDER_SCALER)
+        measure = partial(self._measure_without_grad, grad_scale)
+        if not (self._policy.checks or self.skip_above is not None):
+            return step_evaluating(optimizer, closure, measure)
+        # Before the wrapped optimizer could do it, while nothing has changed yet.
+        return evaluate(closure, optimizer, measure), None
 
     @torch.compiler.disable
     @without_grad
@@ -406,40 +412,34 @@ class ClippedOptimizer(ScalerSide):
     ) -> Step:
         """Measures a step, unless it is refused; other processes, which may wait, get the error."""
         grouping, recorder, policy = self._grouping, self._recorder, self._policy
-        groups = self.optimizer.param_groups
         self.stats.follow_(grouping.device)
         if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._scaler.found_inf
         check_finite = check_finite or policy.checks
-        covers_all = check_finite or grad_scale is not None
-        clip_groups, of_rules = grouping.divide(covers_all=covers_all)
+        clip_groups, of_rules = grouping.divide(covers_all=check_finite or grad_scale is not None)
         refusal = refusal or of_rules
         record = None
-        if recorder is not None and recorder.is_elsewhere:
-            recorder = self.recorder = None
-            warn_user(
-                "a fork has no recorder: the process that made it records its own steps. Make one "
-                "with another path here to record these",
-                RuntimeWarning,
-            )
         if recorder is not None and is_recorded:
-            record = StepRecord(recorder, grouping)
-            refusal = refusal or record.refusal
-        step = Step(
-            clip_groups,
-            groups,
-            self._states,
-            policy,
-            self._watch,
-            record,
-            grad_scale=1.0 if grad_scale is None else grad_scale,
-            is_scaled=grad_scale is not None,
-            check_finite=check_finite,
-        )
-        step.measure(refusal, grouping.processes, overflow=overflow)
+            record = self._record(recorder)
+            refusal = refusal or (None if record is None else record.refusal)
+        step = Step(grouping, clip_groups, self._states, policy, self._watch, record, grad_scale)
+        step.check_finite = check_finite
+        step.measure(refusal, overflow=overflow)
         return step
+
+    def _record(self, recorder: Recorder) -> StepRecord | None:
+        """The record of a step; None in a fork, which drops the recorder."""
+        if not recorder.is_elsewhere:
+            return StepRecord(recorder, self._grouping)
+        self.recorder = None
+        warn_user(
+            "a fork has no recorder: the process that made it records its own steps. Make one with "
+            "another path here to record these",
+            RuntimeWarning,
+        )
+        return None
 
     def _grads(self) -> list[Tensor]:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -596,6 +596,13 @@ class ClippedOptimizer(ScalerSide):
             f"ClippedOptimizer(max_norm={self.clip}, nonfinite={self.nonfinite!r}, {above}"
             f"optimizer={self.optimizer!r})"
         )
+
+
+def _arguments(
+    closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
+) -> tuple[Closure | None, float | Tensor | None]:
+    """The arguments of a step, as a hook returned them."""
+    return closure, grad_scale
 
 
 def _end_of_dead(wrapped: ref[Optimizer]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
@@ -22,7 +21,7 @@ from tritonclip.distributed.agreement import (
     describe_rule,
     describe_state,
 )
-from tritonclip.distributed.process_groups import Processes, domain_of
+from tritonclip.distributed.process_groups import domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.execute import ask_limits, limit_of
 from tritonclip.engine.norms import measure
@@ -32,12 +31,12 @@ from tritonclip.optim.clip_groups import (
     TWO_NORM,
     UNBOUNDED,
     ClipGroup,
+    Grouping,
     NormRequest,
     global_norm_of,
     measure_requests,
 )
 from tritonclip.optim.outliers import Judgement
-from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
@@ -46,15 +45,21 @@ from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
 
-@dataclass(slots=True, eq=False)
 class Step:
-    """The gradients of one step, in clip groups that `measure` measures and `clip_` clips.
+    """The gradients of one step, in clip groups: `measure`, `judge`, `clip_`, and `finish`.
+
+    The wrapped optimizer updates parameters after `clip_`.
+
+    Args:
+        grouping: that of the optimizer.
+        clip_groups: into which it divides the gradients of this step.
+        states: of the rules whose limit changes from step to step.
+        policy: for NaN and inf.
+        watch: of steps that are skipped in a row.
+        record: for a recorder; None without one.
+        grad_scale: the loss scale that all gradients still carry; None for none.
 
     Attributes:
-        states: of the rules whose limit changes from step to step.
-        grad_scale: the loss scale that all gradients still carry, if `is_scaled`.
-        record: for a recorder; None without one.
-        watch: of steps that are skipped in a row.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         follows: a rule has a limit that changes from step to step.
@@ -64,31 +69,30 @@ class Step:
         is_counted: the step is one of the training.
     """
 
-    clip_groups: list[ClipGroup]
-    param_groups: Groups
-    states: RuleStates
-    policy: Policy
-    watch: SkipWatch
-    record: StepRecord | None
-    grad_scale: Tensor | float
-    is_scaled: bool
-    check_finite: bool
-    follows: bool = False
+    check_finite = follows = is_judged = False
+    is_counted = True
     outlier: Judgement | None = None
     verdict: Verdict = TAKEN
-    is_judged: bool = False
-    is_counted: bool = True
-    outcomes: Outcomes = field(default_factory=dict)
     # Clip groups with limits of users' rules, or by unit, which are asked before the first write.
     _limited: Sequence[ClipGroup] = ()
 
-    def measure(
+    def __init__(
         self,
-        refusal: Exception | None,
-        processes: Processes | None,
-        *,
-        overflow: Flag | None,
+        grouping: Grouping,
+        clip_groups: list[ClipGroup],
+        states: RuleStates,
+        policy: Policy,
+        watch: SkipWatch,
+        record: StepRecord | None,
+        grad_scale: Tensor | float | None,
     ) -> None:
+        self.grouping, self.clip_groups, self.states = grouping, clip_groups, states
+        self.policy, self.watch, self.record = policy, watch, record
+        self.is_scaled = grad_scale is not None
+        self.grad_scale: Tensor | float = 1.0 if grad_scale is None else grad_scale
+        self.outcomes: Outcomes = {}
+
+    def measure(self, refusal: Exception | None, *, overflow: Flag | None) -> None:
         """Measures all that the step needs, unless it is refused; other processes get the error.
 
         `refusal` is an error that is known already. At an `overflow`, NaN and inf raise none.
@@ -96,7 +100,7 @@ class Step:
         groups, record, check_finite = self.clip_groups, self.record, self.check_finite
         plan = groups[0].gradients.plan if len(groups) == 1 and refusal is None else None
         if plan is None or not plan.ordinary or (rule := groups[0].rule).per_unit:
-            self._measure_all(refusal, processes, overflow)
+            self._measure_all(refusal, overflow)
             return
         # Nothing refuses the only clip group, and no other norm of it is needed yet.
         (group,) = groups
@@ -118,9 +122,7 @@ class Step:
         if record is not None:
             record.measure(groups, self.grad_scale)
 
-    def _measure_all(
-        self, refusal: Exception | None, processes: Processes | None, overflow: Flag | None
-    ) -> None:
+    def _measure_all(self, refusal: Exception | None, overflow: Flag | None) -> None:
         """As `measure`, of several clip groups or norms, and over processes."""
         groups, record = self.clip_groups, self.record
         recorded = [] if record is None else record.clip_groups
@@ -128,7 +130,7 @@ class Step:
         needed = self._requests(recorded)
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
-            self._verify_agreement(needed, error, processes)
+            self._verify_agreement(needed, error)
         measure_requests(needed, self.grad_scale)
         refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
@@ -168,11 +170,10 @@ class Step:
                 found.append(NormRequest(group, TWO_NORM))
         return found + [NormRequest(group, EACH_NORM) for group in recorded]
 
-    def _verify_agreement(
-        self, needed: Sequence[NormRequest], error: Exception | None, processes: Processes | None
-    ) -> None:
+    def _verify_agreement(self, needed: Sequence[NormRequest], error: Exception | None) -> None:
         """Raises on every process where they differ in the step, or where one has an error."""
-        meshes = meshes_of(p for group in self.param_groups for p in group["params"])
+        groups, processes = self.grouping.groups, self.grouping.processes
+        meshes = meshes_of(p for group in groups for p in group["params"])
         if not meshes and processes is None:
             return
         outliers, above = self.states.outliers, self.states.outliers.skip_above
@@ -186,7 +187,7 @@ class Step:
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "a loss" if is_judged else "none",
         }
-        for owner, state in self.states.state_dict(self.param_groups).items():
+        for owner, state in self.states.state_dict(groups).items():
             texts[f"the state of {owner}"] = describe_state(state)
         texts["the parameter groups with a rule"] = ", ".join(group.owner for group in spread)
         for group in spread:
@@ -224,7 +225,7 @@ class Step:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
         if group.rule.per_gradient and isinstance(group.rule, Adaptive):
-            self.states.locate(self.param_groups)
+            self.states.locate(self.grouping.groups)
         parameters = group.gradients.sources
         assert parameters is not None
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
