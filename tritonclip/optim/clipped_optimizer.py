@@ -39,7 +39,7 @@ from tritonclip.optim.closures import (
     refuse_judging,
     step_evaluating,
 )
-from tritonclip.optim.outliers import OutlierTest, as_loss, as_skip_bound
+from tritonclip.optim.outliers import as_loss, as_skip_bound
 from tritonclip.optim.param_groups import (
     check_group,
     refuse_differentiable,
@@ -171,13 +171,13 @@ class ClippedOptimizer(ScalerSide):
         processes = check_processes(process_group, copies)
         drop_loaded_(optimizer)
         self._grouping = Grouping(optimizer, as_rule("max_norm", max_norm), processes)
-        outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
+        states, watch = RuleStates(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
         refuse_judging(optimizer, self._policy, skip_above)
         groups = optimizer.param_groups
         self.stats = ClipStats(self._grouping.device)
-        self._states, self._watch = RuleStates(outliers), watch
+        self._states, self._watch = states, watch
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group)
@@ -227,16 +227,16 @@ class ClippedOptimizer(ScalerSide):
     @property
     def skip_above(self) -> float | Outlier | None:
         """The largest norm of a step that is not skipped, None for any. May be replaced."""
-        return self._states.outliers.skip_above
+        return self._states.skip_above
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        outliers, skip_above = self._states.outliers, as_skip_bound(skip_above)
+        skip_above = as_skip_bound(skip_above)
         refuse_judging(self.optimizer, self._policy, skip_above)
-        outliers.skip_above = skip_above
+        self._states.skip_above = skip_above
         if not isinstance(skip_above, Outlier):
             # Nothing would judge it.
-            outliers.loss = None
+            self._states.loss = None
 
     @property
     def loss(self) -> float | Tensor | None:
@@ -247,11 +247,11 @@ class ClippedOptimizer(ScalerSide):
         the mean over all processes of `torch.distributed`, so that each of them sets a loss, or
         none does. Without both, nothing reads it.
         """
-        return self._states.outliers.loss
+        return self._states.loss
 
     @loss.setter
     def loss(self, loss: float | Tensor | None) -> None:
-        self._states.outliers.loss = as_loss(loss)
+        self._states.loss = as_loss(loss)
 
     @property
     def max_consecutive_skips(self) -> int | None:
@@ -532,7 +532,7 @@ class ClippedOptimizer(ScalerSide):
                 f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
             )
         part = dict(part)
-        states = RuleStates(OutlierTest(self.skip_above))
+        states = RuleStates(self.skip_above)
         grouping = self._grouping
         states.load_state_dict(part.pop("memory", {}), grouping.rules(), grouping.groups)
         states.steps = saved_count("calls", part.pop("calls", 0))
@@ -582,7 +582,7 @@ class ClippedOptimizer(ScalerSide):
             optimizer,
             state["clip"],
             nonfinite=state["nonfinite"],
-            skip_above=states.outliers.skip_above,
+            skip_above=states.skip_above,
             process_group=group,
             copies=copies,
         )

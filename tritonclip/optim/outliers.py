@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from ctypes import c_float
 from functools import lru_cache
 from numbers import Real
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonclip.distributed.process_groups import mean_of_all
-from tritonclip.monitor.stats import Flag
+from tritonclip.monitor.stats import Flag, either
 from tritonclip.rules import ClipState, LossOutlier, Outlier
 from tritonclip.rules.arguments import as_limit
 
 # The keys of its states in checkpoints.
-OWNERS = OUTLIERS, LOSSES = "outliers", "losses"
-
-
-class Judgement(NamedTuple):
-    """Whether a step is an outlier; the states of its tests, and their values after this step."""
-
-    flag: Flag
-    tests: Sequence[tuple[ClipState, Tensor | list[float]]]
-
-    def commit(self, overflow: Flag) -> None:
-        """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
-        for state, values in self.tests:
-            state.commit(values, overflow)
+OUTLIERS, LOSSES = "outliers", "losses"
+# States of tests, and their values after a step.
+Judged = list[tuple[ClipState, "Tensor | list[float]"]]
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
@@ -72,54 +61,52 @@ def as_loss(loss: object) -> float | Tensor | None:
     )
 
 
+def tests_of(skip_above: float | Outlier | None) -> dict[str, Outlier]:
+    """The tests that remember something, by the keys of their states."""
+    if not isinstance(skip_above, Outlier):
+        return {}
+    return {OUTLIERS: skip_above, LOSSES: _of_losses(skip_above)}
+
+
 @lru_cache(maxsize=16)
 def _of_losses(above: Outlier) -> LossOutlier:
     """The test of losses beside one of norms."""
     return LossOutlier(above.sigmas, above.window)
 
 
-class OutlierTest:
-    """Whether steps are outliers; `states` of the tests by owner; `loss` of the step to come."""
+def judge(
+    skip_above: float | Outlier,
+    norm: float | Tensor,
+    dtype: torch.dtype,
+    loss: float | Tensor | None,
+    state_of: Callable[[str, Outlier], ClipState],
+) -> tuple[Flag, Judged]:
+    """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
 
-    def __init__(self, skip_above: object = None) -> None:
-        self.states: dict[str, ClipState] = {}
-        self.loss: float | Tensor | None = None
-        self.skip_above = as_skip_bound(skip_above)
-
-    def rules(self) -> dict[str, Outlier]:
-        """The tests that remember something, by the keys of their states."""
-        above = self.skip_above
-        return {OUTLIERS: above, LOSSES: _of_losses(above)} if isinstance(above, Outlier) else {}
-
-    def judge(self, norm: float | Tensor, dtype: torch.dtype) -> Judgement:
-        """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
-
-        `dtype` is that of a number before it was one.
-        """
-        above = self.skip_above
-        assert above is not None
-        if not isinstance(above, Outlier):
-            if isinstance(norm, float) and dtype == torch.float32:
-                # As a tensor of this dtype is compared with a number.
-                above = c_float(above).value
-            return Judgement(norm > above, ())
-        flag, test = self._test(OUTLIERS, above, norm)
-        if self.loss is None:
-            return Judgement(flag, (test,))
-        mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
-        loss_flag, loss_test = self._test(LOSSES, _of_losses(above), mean)
-        # Two numbers, or two tensors.
-        return Judgement(flag | loss_flag, (test, loss_test))
-
-    def _test(
-        self, owner: str, above: Outlier, number: float | Tensor
-    ) -> tuple[Flag, tuple[ClipState, Tensor | list[float]]]:
-        """Whether a number is an outlier; the state of the test, and its values after it."""
-        state = self.states.get(owner)
-        if state is None or not state.remembers(above):
-            state = self.states[owner] = ClipState()
+    Norm and loss are to be remembered by `commit` of the states, if the step did not overflow.
+    `dtype` is that of a number before it was one.
+    """
+    if not isinstance(skip_above, Outlier):
+        if isinstance(norm, float) and dtype == torch.float32:
+            # As a tensor of this dtype is compared with a number.
+            skip_above = c_float(skip_above).value
+        return norm > skip_above, []
+    flag: Flag = False
+    judged: Judged = []
+    for owner, test in tests_of(skip_above).items():
+        number: float | Tensor = norm
+        if owner == LOSSES:
+            if loss is None:
+                break
+            # Two numbers, or two tensors.
+            number = mean_of_all(loss, None if isinstance(norm, float) else norm.device)
+        state = state_of(owner, test)
         if isinstance(number, Tensor):
-            limit, values = state.advance(above, number)
-            return number > limit, (state, values)
-        most, numbers = state.advance_numbers(above, number)
-        return number > most, (state, numbers)
+            most, values = state.advance(test, number)
+            judged.append((state, values))
+            flag = either(flag, number > most)
+        else:
+            limit, numbers = state.advance_numbers(test, number)
+            judged.append((state, numbers))
+            flag = either(flag, number > limit)
+    return flag, judged

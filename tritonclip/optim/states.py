@@ -1,4 +1,4 @@
-"""States of rules whose limit changes from step to step."""
+"""States of rules whose limit changes from step to step, and of the test for outliers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.monitor.stats import Flag
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
-from tritonclip.optim.outliers import OWNERS, OutlierTest
+from tritonclip.optim.outliers import Judged, as_skip_bound, judge, tests_of
 from tritonclip.optim.param_groups import Groups, are_same, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive, kind_of
@@ -20,16 +21,22 @@ _FEW = 16
 
 
 class RuleStates:
-    """The states of the rules of an optimizer; `steps` counts calls of its `step`.
+    """What the rules of an optimizer, and its test for outliers, remember between steps.
 
     A history follows its parameter, wherever it stands. Its position counts in checkpoints and in
     copies only.
+
+    Attributes:
+        steps: calls of the optimizer's `step`.
+        skip_above: the largest norm of a step that is not skipped, or the test for outliers.
+        loss: of the step to come.
     """
 
-    def __init__(self, outliers: OutlierTest) -> None:
+    def __init__(self, skip_above: object = None) -> None:
         self._states: dict[str, ClipState] = {}
         self.steps = 0
-        self.outliers = outliers
+        self.skip_above = as_skip_bound(skip_above)
+        self.loss: float | Tensor | None = None
         # The row of each parameter's history in every state. No weak references: torch refuses to
         # swap the contents of a parameter that has one.
         self._rows: dict[Tensor, int] = {}
@@ -41,7 +48,7 @@ class RuleStates:
     def resume(self, groups: Groups) -> None:
         """Goes on with groups whose positions are those of a checkpoint or a copy."""
         # Else it would keep parameters alive that no group has any more.
-        if self._states:
+        if self._have_rows():
             self.locate(groups)
 
     def locate(self, groups: Groups) -> None:
@@ -61,17 +68,28 @@ class RuleStates:
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule of a group, None for the wrapper's, bound to its state for the next step."""
-        owner = key_of(group_index)
+        return BoundRule(rule.at(self.steps), self._state_of(key_of(group_index), rule), numbering)
+
+    def judge(self, norm: float | Tensor, dtype: torch.dtype) -> tuple[Flag, Judged]:
+        """Whether the step to come is an outlier; see :func:`tritonclip.optim.outliers.judge`."""
+        assert self.skip_above is not None
+        return judge(self.skip_above, norm, dtype, self.loss, self._state_of)
+
+    def _state_of(self, owner: str, rule: Any) -> ClipState:
+        """The state of a rule or test, begun anew where it is that of another."""
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
-        return BoundRule(rule.at(self.steps), state, numbering)
+        return state
+
+    def _have_rows(self) -> bool:
+        """Whether a state has a row for each parameter."""
+        return any(len(state._shape) == 2 for state in self._states.values())
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now."""
         rows = self._all_rows(groups)
-        states = {**self._states, **self.outliers.states}
-        return {owner: state.state_dict(rows) for owner, state in states.items()}
+        return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
     def for_checkpoint(self, groups: Groups, rules: Mapping[str, Rule]) -> dict[str, Any]:
         """As `state_dict`, with many values as a tensor.
@@ -79,9 +97,9 @@ class RuleStates:
         All `rules` of the program that may remember something have a state, and the shape that it
         will have: checkpoints are loaded into a new one with the same keys and shapes.
         """
-        present: dict[str, Any] = {**rules, **self.outliers.rules()}
+        present: dict[str, Any] = {**rules, **tests_of(self.skip_above)}
         owners = [owner for owner, rule in present.items() if not getattr(rule, "fixed", False)]
-        states = {**dict.fromkeys(owners, ClipState()), **self._states, **self.outliers.states}
+        states = {**dict.fromkeys(owners, ClipState()), **self._states}
         n, rows = _n_parameters(groups), self._all_rows(groups)
         memory = {owner: state.copied(rows) for owner, state in states.items()}
         for owner, saved in memory.items():
@@ -95,12 +113,12 @@ class RuleStates:
 
     def owners_of_many(self, groups: Groups, rules: Mapping[str, Rule]) -> list[str]:
         """The rules that have a tensor in a checkpoint."""
-        present, n = {**rules, **self.outliers.rules()}, _n_parameters(groups)
+        present, n = {**rules, **tests_of(self.skip_above)}, _n_parameters(groups)
         return [owner for owner, rule in present.items() if _has_many(rule, n)]
 
     def _all_rows(self, groups: Groups) -> Sequence[int]:
         """The rows of all parameters."""
-        if not self._states:
+        if not self._have_rows():
             return ()
         self.locate(groups)
         found, n = self.rows([p for group in groups for p in group["params"]])
@@ -108,9 +126,8 @@ class RuleStates:
 
     def copy(self, groups: Groups) -> RuleStates:
         """A copy without the count of steps, for copies of groups and parameters in this order."""
-        twin = RuleStates(OutlierTest(self.outliers.skip_above))
-        saved = self.state_dict(groups)
-        twin._keep({owner: _copy_of(state) for owner, state in saved.items()})
+        twin, saved = RuleStates(self.skip_above), self.state_dict(groups)
+        twin._states = {owner: _copy_of(state) for owner, state in saved.items()}
         return twin
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], groups: Groups) -> None:
@@ -120,16 +137,10 @@ class RuleStates:
                 "memory of a saved state must be a dict with the states of rules, got "
                 f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
             )
-        present: Mapping[str, Any] = {**rules, **self.outliers.rules()}
-        n = _n_parameters(groups)
-        self._keep(
-            {owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()}
-        )
-
-    def _keep(self, states: dict[str, ClipState]) -> None:
-        """Goes on from other states, of rules and of the test for outliers."""
-        self.outliers.states = {owner: states.pop(owner) for owner in OWNERS if owner in states}
-        self._states = states
+        present, n = {**rules, **tests_of(self.skip_above)}, _n_parameters(groups)
+        self._states = {
+            owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()
+        }
 
 
 def _copy_of(saved: dict[str, Any]) -> ClipState:

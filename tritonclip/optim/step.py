@@ -36,12 +36,11 @@ from tritonclip.optim.clip_groups import (
     global_norm_of,
     measure_requests,
 )
-from tritonclip.optim.outliers import Judgement
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
+from tritonclip.rules import ClipByGlobalNorm, ClipState, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
 
@@ -63,7 +62,7 @@ class Step:
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         follows: a rule has a limit that changes from step to step.
-        outlier: the result of the test for outliers, where there is one.
+        judged: the states of the tests for outliers, and their values after the step.
         verdict: whether the step is left out, once it is judged.
         outcomes: of clipping.
         is_counted: the step is one of the training.
@@ -71,7 +70,7 @@ class Step:
 
     check_finite = follows = is_judged = False
     is_counted = True
-    outlier: Judgement | None = None
+    judged: Sequence[tuple[ClipState, Tensor | list[float]]] = ()
     verdict: Verdict = TAKEN
     # Clip groups with limits of users' rules, or by unit, which are asked before the first write.
     _limited: Sequence[ClipGroup] = ()
@@ -152,7 +151,7 @@ class Step:
         groups, found = self.clip_groups, []
         # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
         has_shared = any(group.has_norm and group.index is None for group in groups)
-        reads_two_norm = self.states.outliers.skip_above is not None or not (
+        reads_two_norm = self.states.skip_above is not None or not (
             self.record is None or has_shared
         )
         for group in groups:
@@ -176,8 +175,8 @@ class Step:
         meshes = meshes_of(p for group in groups for p in group["params"])
         if not meshes and processes is None:
             return
-        outliers, above = self.states.outliers, self.states.outliers.skip_above
-        is_judged = isinstance(above, Outlier) and outliers.loss is not None
+        above = self.states.skip_above
+        is_judged = isinstance(above, Outlier) and self.states.loss is not None
         spread = [group for group in self.clip_groups if group.is_spread]
         texts = {
             "the call": "a step of ClippedOptimizer",
@@ -261,10 +260,10 @@ class Step:
         """
         self.is_judged = True
         skip = self._unfit() if self.policy.skips else False
-        outliers = self.states.outliers
-        if outliers.skip_above is not None:
-            self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self.grad_scale))
-            skip = either(skip, self.outlier.flag)
+        if self.states.skip_above is not None:
+            norm, dtype = global_norm_of(self.clip_groups, self.grad_scale)
+            is_outlier, self.judged = self.states.judge(norm, dtype)
+            skip = either(skip, is_outlier)
         if overflow is False and skip is False:
             return
         if skip is True:
@@ -334,12 +333,13 @@ class Step:
                 for group in self.clip_groups:
                     if group.bound_rule is not None:
                         group.bound_rule.commit(verdict.left_out)
-            if self.outlier is not None:
-                self.outlier.commit(verdict.overflow)
+            for state, values in self.judged:
+                # Of a skipped step too, but not of one that overflowed.
+                state.commit(values, verdict.overflow)
             stats.record_(self.outcomes, verdict, follows=self.follows)
             if self.record is not None:
-                self.record.add(self.outcomes, verdict.left_out, states.outliers.loss)
-        states.outliers.loss = None
+                self.record.add(self.outcomes, verdict.left_out, states.loss)
+        states.loss = None
         if verdict.skip is not False:
             self.watch.look(stats.consecutive_skips, synced=verdict.skip is True)
 
