@@ -84,13 +84,6 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    def keep(self, norm: Norm, norms: Norms, *, of_rule: bool) -> None:
-        """Keeps norms that were measured, for the rule or for other readers."""
-        if of_rule:
-            self.norms = norms
-        else:
-            self.others[norm] = norms
-
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
@@ -259,8 +252,10 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
         scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
         # The step raises errors of processes, also one that a measurement finds.
         norms = take_part(group.gradients, norm, scale)
-        if norms is not None:
-            group.keep(norm, norms, of_rule=of_rule)
+        if norms is not None and of_rule:
+            group.norms = norms
+        elif norms is not None:
+            group.others[norm] = norms
 
 
 def global_norm_of(

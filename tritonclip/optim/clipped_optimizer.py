@@ -394,7 +394,10 @@ class ClippedOptimizer(ScalerSide):
             overflow = scaler.found_inf is not None and scaler.overflow
             step.judge(overflow, self._decides_on_device)
         if step.verdict.left_out is not True and not is_judged_only:
-            step.refuse()
+            if step.policy.raises and not step.verdict.left_out:
+                step.raise_if_nonfinite()
+            if step.limited:
+                step.ask_limits()
             self._is_divided = step.is_scaled
             step.clip_()
             if makes_state:
@@ -424,8 +427,17 @@ class ClippedOptimizer(ScalerSide):
         if recorder is not None and is_recorded:
             record = self._record(recorder)
             refusal = refusal or (None if record is None else record.refusal)
-        step = Step(grouping, clip_groups, self._states, policy, self._watch, record, grad_scale)
-        step.check_finite = check_finite
+        step = Step(
+            grouping,
+            clip_groups,
+            self._states,
+            policy,
+            self._watch,
+            record,
+            1.0 if grad_scale is None else grad_scale,
+            is_scaled=grad_scale is not None,
+            check_finite=check_finite,
+        )
         step.measure(refusal, overflow=overflow)
         return step
 

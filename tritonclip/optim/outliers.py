@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_float
 from functools import lru_cache
 from numbers import Real
@@ -18,7 +18,7 @@ from tritonclip.rules.arguments import as_limit
 # The keys of its states in checkpoints.
 OUTLIERS, LOSSES = "outliers", "losses"
 # States of tests, and their values after a step.
-Judged = list[tuple[ClipState, "Tensor | list[float]"]]
+Judged = Sequence[tuple[ClipState, "Tensor | list[float]"]]
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
@@ -92,7 +92,7 @@ def judge(
             skip_above = c_float(skip_above).value
         return norm > skip_above, []
     flag: Flag = False
-    judged: Judged = []
+    judged: list[tuple[ClipState, Tensor | list[float]]] = []
     for owner, test in tests_of(skip_above).items():
         number: float | Tensor = norm
         if owner == LOSSES:

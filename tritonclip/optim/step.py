@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
@@ -36,60 +37,56 @@ from tritonclip.optim.clip_groups import (
     global_norm_of,
     measure_requests,
 )
+from tritonclip.optim.outliers import Judged
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.rules import ClipByGlobalNorm, ClipState, Outlier, Rule, has_user_limit
+from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
 
+@dataclass(eq=False)
 class Step:
     """The gradients of one step, in clip groups: `measure`, `judge`, `clip_`, and `finish`.
 
-    The wrapped optimizer updates parameters after `clip_`.
+    The wrapped optimizer updates the parameters after `clip_`.
 
-    Args:
+    Attributes:
         grouping: that of the optimizer.
         clip_groups: into which it divides the gradients of this step.
         states: of the rules whose limit changes from step to step.
         policy: for NaN and inf.
         watch: of steps that are skipped in a row.
         record: for a recorder; None without one.
-        grad_scale: the loss scale that all gradients still carry; None for none.
-
-    Attributes:
+        grad_scale: the loss scale that all gradients still carry, if the step `is_scaled`.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
         follows: a rule has a limit that changes from step to step.
+        limited: clip groups with limits of users' rules, or by unit, which are asked before the
+            first write.
         judged: the states of the tests for outliers, and their values after the step.
         verdict: whether the step is left out, once it is judged.
         outcomes: of clipping.
         is_counted: the step is one of the training.
     """
 
-    check_finite = follows = is_judged = False
-    is_counted = True
-    judged: Sequence[tuple[ClipState, Tensor | list[float]]] = ()
-    verdict: Verdict = TAKEN
-    # Clip groups with limits of users' rules, or by unit, which are asked before the first write.
-    _limited: Sequence[ClipGroup] = ()
-
-    def __init__(
-        self,
-        grouping: Grouping,
-        clip_groups: list[ClipGroup],
-        states: RuleStates,
-        policy: Policy,
-        watch: SkipWatch,
-        record: StepRecord | None,
-        grad_scale: Tensor | float | None,
-    ) -> None:
-        self.grouping, self.clip_groups, self.states = grouping, clip_groups, states
-        self.policy, self.watch, self.record = policy, watch, record
-        self.is_scaled = grad_scale is not None
-        self.grad_scale: Tensor | float = 1.0 if grad_scale is None else grad_scale
-        self.outcomes: Outcomes = {}
+    grouping: Grouping
+    clip_groups: list[ClipGroup]
+    states: RuleStates
+    policy: Policy
+    watch: SkipWatch
+    record: StepRecord | None
+    grad_scale: Tensor | float
+    is_scaled: bool
+    check_finite: bool
+    follows: bool = field(default=False, init=False)
+    limited: Sequence[ClipGroup] = field(default=(), init=False)
+    judged: Judged = field(default=(), init=False)
+    verdict: Verdict = field(default=TAKEN, init=False)
+    is_judged: bool = field(default=False, init=False)
+    is_counted: bool = field(default=True, init=False)
+    outcomes: Outcomes = field(default_factory=dict, init=False)
 
     def measure(self, refusal: Exception | None, *, overflow: Flag | None) -> None:
         """Measures all that the step needs, unless it is refused; other processes get the error.
@@ -117,7 +114,7 @@ class Step:
                 scale = scale / scale
             group.norms = measure(group.gradients, norm, scale)
             if rule.known_limit is None and (check_finite or self.is_scaled):
-                self._limited = groups if has_user_limit(rule) else ()
+                self.limited = groups if has_user_limit(rule) else ()
         if record is not None:
             record.measure(groups, self.grad_scale)
 
@@ -140,7 +137,7 @@ class Step:
             raise refusal
         if record is not None:
             record.measure(groups, self.grad_scale)
-        self._limited = [
+        self.limited = [
             group
             for group in groups
             if group.norms and (group.rule.per_unit or has_user_limit(group.rule))
@@ -274,13 +271,6 @@ class Step:
             verdict = verdict.read()
         self.verdict = verdict
 
-    def refuse(self) -> None:
-        """Raises what is left to raise before the first write."""
-        if self.policy.raises and not self.verdict.left_out:
-            self.raise_if_nonfinite()
-        if self._limited:
-            self.ask_limits()
-
     def raise_if_nonfinite(self) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if bool(self._unfit()):
@@ -289,14 +279,14 @@ class Step:
     def _unfit(self) -> Flag:
         """As `nonfinite`, or whether a user's rule has no limit on a device."""
         flag = self.nonfinite()
-        if flag is True or not self._limited:
+        if flag is True or not self.limited:
             return flag
         self.ask_limits()
         return self.nonfinite()
 
     def ask_limits(self) -> None:
         """Asks users' rules for limits, which may raise, before anything is written."""
-        asked, self._limited = self._limited, ()
+        asked, self.limited = self.limited, ()
         spread = [(g.rule, g.norms) for g in asked if g.is_spread and has_user_limit(g.rule)]
         if spread:
             ask_limits(spread)  # type: ignore[arg-type]  # bound, and measured
