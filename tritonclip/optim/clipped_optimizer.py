@@ -352,7 +352,7 @@ class ClippedOptimizer(ScalerSide):
     def _evaluate(
         self, closure: Closure | None, grad_scale: Tensor | float | None
     ) -> tuple[Any, Step | None]:
-        """The result of a closure, and the step where the wrapped optimizer evaluated it in its."""
+        """Evaluates a closure for its result; the step, too, if the wrapped optimizer took it."""
         optimizer = self.optimizer
         if closure is None:
             # Other processes do not get this: they have begun to evaluate their closures, and the
@@ -380,7 +380,7 @@ class ClippedOptimizer(ScalerSide):
         makes_state: bool = False,
         is_judged_only: bool = False,
     ) -> Step:
-        """A step that is measured, judged, and clipped unless the host leaves it out."""
+        """Measures and judges a step, and clips it unless the host leaves it out."""
         scaler = self._scaler
         if makes_state:
             has_shards = self._grouping.processes is not None
