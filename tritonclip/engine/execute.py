@@ -241,7 +241,7 @@ def _scale_groups_(
         by_group = [result[0] for result in results]
         norm = norms.norm_here() if plan.reduction else norms.in_order(by_group)
     norm = norm if norm.device == plan.device else norm.to(plan.device)
-    is_shared = not _is_each(limit)
+    is_shared = is_known or not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
 
 

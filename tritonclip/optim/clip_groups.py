@@ -175,15 +175,20 @@ class Grouping:
         own_rules = self._own_rules
         if covers_all or own_rules:
             processes = _with_meshes(processes, groups)
-        shared = [index for index in range(len(groups)) if index not in own_rules]
-        lists: list[tuple[int | None, Sequence[int], Rule]] = [(None, shared, self.rule)]
+        lists: list[tuple[int | None, Sequence[int], Rule]] = [
+            (None, range(len(groups)), self.rule)
+        ]
         if own_rules:
-            lists = [(i, [i], rule) for i, rule in own_rules.items() if rule is not None]
-            lists = [(None, shared, self.rule), *lists] if shared else lists
+            shared = [index for index in range(len(groups)) if index not in own_rules]
+            lists = [(None, shared, self.rule)] if shared else []
+            # After a refusal, rules may be those of groups that are gone.
+            own = [(i, own_rules[i]) for i in range(len(groups)) if i in own_rules]
+            lists += [(i, [i], rule) for i, rule in own if rule is not None]
         clip_groups = []
         for owner, members, rule in lists:
-            parameters = groups[members[0]]["params"]
-            if len(members) > 1:
+            if len(members) == 1:
+                parameters = groups[members[0]]["params"]
+            else:
                 parameters = list(chain.from_iterable([groups[i]["params"] for i in members]))
             label_of, device = partial(label_at, groups, members), None
             if not parameters:
@@ -193,9 +198,9 @@ class Grouping:
         if covers_all:
             unclipped = [
                 (index, i)
-                for index, rule in own_rules.items()
-                if rule is None
-                for i in range(len(groups[index]["params"]))
+                for index, group in enumerate(groups)
+                if index in own_rules and own_rules[index] is None
+                for i in range(len(group["params"]))
             ]
             n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
             if n_clipped < sum([len(group["params"]) for group in groups]):
