@@ -61,7 +61,7 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("global norm", 12, 7),
         ("each norm", 15, 8),
         ("value", 12, 7),
-        ("step", 27, 11),
+        ("step", 26, 11),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):

@@ -145,7 +145,8 @@ class Recorder:
             )
         self._rows = _RowWriter(_HistoryFile(self.path), every)
         self.steps: int = 0
-        self._names: tuple[str, ...] | None = None
+        # Of `norms`, fixed by the first step.
+        self.names: tuple[str, ...] | None = None
         # Whether rows say which list they are of; fixed by the first row.
         self._has_lists = False
         self._lists = GradientLists()
@@ -170,15 +171,10 @@ class Recorder:
             self._write = _rank_decides() is not False
         return self._write
 
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """The names of `norms`, fixed by the first step; None before."""
-        return self._names
-
     def prepare(self, names: tuple[str, ...], *, of_list: bool = False) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
-        if names != self._names or of_list > self._has_lists:
+        if names != self.names or of_list > self._has_lists:
             self._check_names(names, of_list)
 
     def append_(self, row: list[Value], of_list: str | None = None) -> None:
@@ -334,16 +330,16 @@ class Recorder:
         self.steps = self._rows.file.resumed = steps
 
     def _check_names(self, names: tuple[str, ...], of_list: bool) -> None:
-        if self._names == names:
+        if self.names == names:
             raise ValueError(
                 f"{self.path} has rows of one list of parameters, which no column names; expected "
                 "another recorder for patch_torch"
             )
-        if self._names is not None:
-            changed = sorted(set(names) ^ set(self._names)) or ["another order"]
+        if self.names is not None:
+            changed = sorted(set(names) ^ set(self.names)) or ["another order"]
             raise ValueError(
                 f"norms must have the same names at every step; at step {self.steps + 1} expected "
-                f"{len(self._names)} names, got {len(names)}; different: "
+                f"{len(self.names)} names, got {len(names)}; different: "
                 f"{join_names(changed, 4)}. Make a new recorder for other names"
             )
         for name in names:
@@ -358,7 +354,7 @@ class Recorder:
             self._rows.file.begin(names, of_list=of_list)
             if of_list:
                 self._lists.resume(self._rows.file.lists())
-        self._names, self._has_lists = names, of_list
+        self.names, self._has_lists = names, of_list
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -417,9 +413,6 @@ def _checked_value(
     name: str, value: object, *, least: float = -math.inf, of_truth: bool = False
 ) -> Value:
     """A number, a one-element tensor, or None, checked; the value of a tensor is not read."""
-    if type(value) is float and not of_truth and not value < least:
-        # As below, without asking whether a float is a number.
-        return value
     if isinstance(value, Tensor):
         value = local_number(name, value)
         if value.numel() != 1 or value.is_complex() or value.is_meta:

@@ -1,7 +1,6 @@
 """Parameter groups: the rules that they carry under the key `clip`, and what stands in them."""
 
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import Any
 
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule, known_rule
@@ -9,11 +8,6 @@ from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule, known_rule
 Groups = Sequence[Mapping[str, Any]]
 # Rules of parameter groups, by index: of those that have the key; None clips nothing.
 OwnRules = Mapping[int, Rule | None]
-
-
-def are_same(items: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two sequences have the same objects in the same order."""
-    return len(items) == len(others) and all(map(is_, items, others))
 
 
 def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tritonclip.monitor.stats import Flag
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
 from tritonclip.optim.outliers import Judged, as_skip_bound, judge, tests_of
-from tritonclip.optim.param_groups import Groups, are_same, key_of
+from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive, kind_of
 
@@ -54,7 +55,7 @@ class RuleStates:
     def locate(self, groups: Groups) -> None:
         """Gives every parameter a row: its own, or a new one."""
         parameters = [p for group in groups for p in group["params"]]
-        if are_same(parameters, self._located):
+        if len(parameters) == len(self._located) and all(map(is_, parameters, self._located)):
             return
         found = [self._rows.setdefault(p, len(self._rows)) for p in parameters]
         self._located, self._in_order = parameters, found == list(range(len(self._rows)))
