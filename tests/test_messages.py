@@ -1,6 +1,6 @@
 """Warnings point to the user's line, and errors say what to write.
 
-Values that are no rules get an error with what to write here.
+Names of other libraries, and values that are no rules, get an error with what to write here.
 """
 
 import re
@@ -175,6 +175,34 @@ def test_limit_and_rule_are_the_argument_max_norm(limit):
     assert weight.tolist() == (-twin).tolist()
     assert on_one(clip_, max_norm=limit) is not None
     assert twin.norm().item() == pytest.approx(1.0)
+
+
+NAMES = {
+    "clip": "clip_",
+    "clip_grad_norm": "clip_grad_norm_",
+    "ClipGradByGlobalNorm": "ClipByGlobalNorm",
+    "ClipGradByNorm": "ClipByNorm",
+    "ClipGradByValue": "ClipByValue",
+    "AutoClip": "ClipByQuantile",
+    "ZClip": "ClipByZScore",
+    "AdaGC": "ClipByOwnHistory",
+    "AGC": "ClipByUnitNorm",
+    "adaptive_clip_grad": "ClipByUnitNorm",
+    "clip_by_global_norm": "functional.clip_by_global_norm",
+    "Clipping": "integrations.lightning.Clipping",
+}
+
+
+@pytest.mark.parametrize(("name", "match"), NAMES.items())
+def test_name_from_elsewhere_gets_its_match(name, match):
+    with pytest.raises(AttributeError, match=rf"{name}'; here it is tritonclip\.{match}"):
+        getattr(tritonclip, name)
+    assert not hasattr(tritonclip, name)
+
+
+def test_import_of_a_name_from_elsewhere_gets_pythons_error():
+    with pytest.raises(ImportError, match="cannot import name 'clip' from 'tritonclip'"):
+        exec("from tritonclip import clip")
 
 
 def test_other_names_get_pythons_errors():

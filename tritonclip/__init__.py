@@ -21,6 +21,7 @@ from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.functional.activations import clip_backward
+from tritonclip.hints import missing
 from tritonclip.messages import ClippingWarning
 from tritonclip.rules import *  # noqa: F403
 from tritonclip.settings import use_backend, verify
@@ -86,9 +87,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        text = f"module {__name__!r} has no attribute {name!r}"
-        # With the module at hand, Python suggests a name that is close.
-        raise AttributeError(text, name=name, obj=importlib.import_module(__name__))
+        raise missing(importlib.import_module(__name__), name)
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from tritonclip import settings
 from tritonclip.distributed.agreement import verify_replicas
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated
-from tritonclip.engine import compiled, execute
+from tritonclip.engine import compiled, execute, verify
 from tritonclip.engine.arguments import GradientSource, as_list
 from tritonclip.engine.checks import (
     POLICIES,
@@ -221,25 +223,31 @@ def clip_gradients_(
 ) -> Tensor | None:
     """The common body of the functions that clip in place, with the arguments of `clip_`.
 
-    `call` is the function that the user called, which is called again where torch.compile breaks
-    the graph. `argument` has the parameters or, if `are_gradients`, the gradients themselves. If
-    `is_torchs`, messages and the norms of DTensors are those of torch.
+    `call` is the user's, made once more where torch.compile breaks the graph; `argument` has
+    parameters, or, if `are_gradients`, the gradients themselves. If `is_torchs`, messages, and
+    norms of DTensors, are those of torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    # A limit in a tensor breaks the graph.
+    # A tensor breaks the graph, which a `try` block does not allow.
     rule: Any = max_norm
-    if type(max_norm) is float and max_norm and not is_compiling:
-        # The same as `as_rule`, with one function call less.
-        rule = known_rule(ClipByGlobalNorm, max_norm)
-    elif not (isinstance(max_norm, Rule) or (is_compiling and isinstance(max_norm, Tensor))):
-        rule = as_rule("max_norm", max_norm)
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
-    if are_gradients and isinstance(rule, Rule) and rule.per_unit:
-        raise TypeError(
-            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
-            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
-        )
+    if not (is_compiling and isinstance(max_norm, Tensor)):
+        try:
+            if type(max_norm) is float and max_norm and not is_compiling:
+                # As `as_rule`, in one call less.
+                rule = known_rule(ClipByGlobalNorm, max_norm)
+            else:
+                rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
+            if nonfinite not in POLICIES:
+                raise unknown_policy(nonfinite)
+            if are_gradients and rule.per_unit:
+                raise TypeError(
+                    f"{rule.name} compares gradients with the weights of their parameters, and "
+                    "tensors have none; expected another rule, or clip_(parameters, rule) with "
+                    "gradients in .grad"
+                )
+        except (TypeError, ValueError) as error:
+            raise_everywhere(error, argument, process_group, copies, are_gradients=are_gradients)
+            raise
     if is_compiling or (n_dispatch_modes() and is_traced()):
         options: Any = {"grad_scale": grad_scale, "state": state}
         options |= {"process_group": process_group, "copies": copies}
@@ -266,7 +274,7 @@ def clip_gradients_(
             rule = following = follow(rule, state)
             following.check_list(gradients.sources or ())
     except Exception as error:
-        # It may come from a function of the step, too.
+        # Also of a function of the step.
         gradients.reject_(error)
     norm = execute.clip_(
         gradients, rule, nonfinite, scale, remedy=TORCH_REMEDY if is_torchs else REMEDY
@@ -276,6 +284,30 @@ def clip_gradients_(
     if is_torchs and gradients.wrappers and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm
+
+
+def raise_everywhere(
+    error: Exception,
+    argument: Any,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
+    *,
+    are_gradients: bool = False,
+) -> None:
+    """Under `verify()`, raises the error of an argument on all processes that share the list."""
+    if torch.compiler.is_compiling() or not settings.current().verifying:
+        return
+    if isinstance(argument, GradientSource):
+        return
+    try:
+        processes = check_processes(process_group, copies)
+        take = partial(collect_tensors, writes=True) if are_gradients else collect
+        gradients = take(argument, processes=processes)
+    except (TypeError, ValueError):
+        # The list is wrong as well, so that nobody knows who waits.
+        return
+    gradients.reject_(error)
+    verify.agree_on(gradients, "clip", ClipByGlobalNorm(1.0))
 
 
 def _collect_tensors(

@@ -1,19 +1,22 @@
 """Settings of a process: environment variables, `use_backend` and `verify`.
 
-Nothing else reads the environment. Variables are read at every call, so that a change takes effect
-with the next one. They are read from the mapping behind `os.environ`, which itself encodes the key
-and decodes the value at each look-up and so takes longer than everything else here.
+The only reader of the environment. Variables are read at every call, so that a change takes effect
+with the next call. They are read from the mapping behind `os.environ`: `os.environ` itself encodes
+a key and decodes a value at each look-up, which is slow beside all else here.
 """
 
+import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from tritonclip.messages import ClippingWarning
 
+P = ParamSpec("P")
+T = TypeVar("T")
 BACKENDS = ("auto", "triton", "native", "torch")
 
 # The mapping behind os.environ and the form of its keys; os.environ on a Python without them.
@@ -35,10 +38,10 @@ class Settings(NamedTuple):
 
 
 class Block:
-    """A setting for a `with` block: the value of a context variable.
+    """A setting that holds in a `with` block, or in every call of a function that it decorates.
 
-    It warns if it is deleted without use. The warning shows the `call` that made it, and
-    `elsewhere`, the environment variable for a whole program.
+    A context variable gets a value. Messages show the call that made this, and the environment
+    variable for a whole program. It warns when it is deleted without use.
     """
 
     # The default is for an object whose __init__ did not run.
@@ -56,6 +59,29 @@ class Block:
 
     def __exit__(self, *_: object) -> None:
         self._variable.reset(self._tokens.pop())
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """The function with the setting in every call of it.
+
+        TypeError for a generator or a coroutine, which runs after its call.
+        """
+        self._is_used = True
+        if (
+            inspect.isgeneratorfunction(function)
+            or inspect.iscoroutinefunction(function)
+            or inspect.isasyncgenfunction(function)
+        ):
+            raise TypeError(
+                f"{self._call} cannot decorate a generator or a coroutine, whose code runs after "
+                f"the call: got {function!r}; write with tritonclip.{self._call}: ... inside of it"
+            )
+
+        @wraps(function)
+        def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
+            with Block(self._variable, self._value, self._call, self._elsewhere):
+                return function(*args, **kwargs)
+
+        return decorated
 
     def __del__(self) -> None:
         if not self._is_used:
@@ -86,7 +112,7 @@ def use_backend(name: str) -> Block:
             the C extension was built, else torch.
 
     Returns:
-        A context manager, which warns if no `with` block enters it.
+        A context manager, also a decorator of functions. It warns if it is used as neither.
 
     Raises:
         ValueError: another name.
@@ -114,7 +140,7 @@ def verify() -> Block:
         tensor(10.)
 
     Returns:
-        A context manager, which warns if no `with` block enters it.
+        A context manager, also a decorator of functions. It warns if it is used as neither.
 
     Raises:
         VerificationError: inside the block, by the call whose result differs: names the first
@@ -125,9 +151,9 @@ def verify() -> Block:
 
 
 def current() -> Settings:
-    """The settings of a block, else those of the variables, else "auto" without verification.
+    """The backend and verification asked for: by a block, else by a variable, else auto and no.
 
-    Raises ValueError for a variable that names no backend, or is neither a yes nor a no.
+    ValueError for a variable that names no backend, or is neither a yes nor a no.
     """
     return _combined(
         _chosen_backend.get(), _variables.get(_BACKEND), _verifying.get(), _variables.get(_VERIFY)
@@ -146,7 +172,7 @@ def _combined(
     verifying: bool,
     verify_variable: str | bytes | None,
 ) -> Settings:
-    """The settings from the values of blocks (None and False outside of one) and of variables."""
+    """The settings by values of blocks, None and False outside of any, and of variables."""
     if backend is None:
         name = os.fsdecode(backend_variable or b"").lower() or "auto"
         backend = _checked(name, "TRITONCLIP_BACKEND")

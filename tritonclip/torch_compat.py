@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils import clip_grad
 
-from tritonclip.clipping import Parameters, clip_, clip_gradients_
+from tritonclip.clipping import Parameters, clip_, clip_gradients_, raise_everywhere
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute
@@ -127,10 +127,14 @@ def clip_grad_norm_(
             process_group=process_group,
             copies=copies,
         )
-    limit = max_norm if type(max_norm) is float else _as_float("max_norm", max_norm)
-    order = norm_type if type(norm_type) is float else _as_float("norm_type", norm_type)
-    is_torchs = order < 1 and _is_torchs(order, process_group, copies)
-    rule = None if is_torchs else rule_of(ClipByGlobalNorm, limit, order)
+    try:
+        limit = max_norm if type(max_norm) is float else _as_float("max_norm", max_norm)
+        order = norm_type if type(norm_type) is float else _as_float("norm_type", norm_type)
+        is_torchs = order < 1 and _is_torchs(order, process_group, copies)
+        rule = None if is_torchs else rule_of(ClipByGlobalNorm, limit, order)
+    except (TypeError, ValueError) as error:
+        raise_everywhere(error, parameters, process_group, copies)
+        raise
     if rule is None:
         wanted = [p for p in labelled(parameters)[0] if needs_clip(p)]
         max_norm = as_limit("max_norm", limit)
@@ -220,9 +224,13 @@ def get_total_norm(
             process_group=process_group,
             copies=copies,
         )
-    order = _as_float("norm_type", norm_type)
-    is_torchs = _is_torchs(order, process_group, copies)
-    order = order if is_torchs else as_norm_type("norm_type", order)
+    try:
+        order = _as_float("norm_type", norm_type)
+        is_torchs = _is_torchs(order, process_group, copies)
+        order = order if is_torchs else as_norm_type("norm_type", order)
+    except (TypeError, ValueError) as error:
+        raise_everywhere(error, tensors, process_group, copies, are_gradients=True)
+        raise
     if is_torchs:
         items, _ = tensors_in(tensors)
         return originals["get_total_norm"](items, order, error_if_nonfinite, foreach)

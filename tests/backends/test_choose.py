@@ -105,6 +105,29 @@ def test_use_backend_nests_and_restores(monkeypatch, outside):
     assert settings.current().backend == outside
 
 
+def _generator():
+    yield 1
+
+
+async def _coroutine():
+    return 1
+
+
+@pytest.mark.parametrize("function", [_generator, _coroutine])
+def test_use_backend_refuses_functions_that_run_after_their_call(function):
+    with pytest.raises(TypeError, match="generator or a coroutine"):
+        tritonclip.use_backend("torch")(function)
+
+
+def test_use_backend_decorates_a_function():
+    @tritonclip.use_backend("torch")
+    def nested(depth: int) -> list[str]:
+        return [settings.current().backend, *(nested(depth - 1) if depth else [])]
+
+    assert nested(2) == ["torch"] * 3
+    assert settings.current().backend == "auto"
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

@@ -322,14 +322,18 @@ def test_clip_on_backward_under_compile(rule, traced):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [1.0, tritonclip.ClipByGlobalNorm(1.0), ClipByNorm, None, ClipByNorm(lambda step: 1.0)],
-    ids=["number", "global", "class", "none", "schedule"],
+    ("rule", "message"),
+    [
+        (1.0, "a norm of all gradients"),
+        (tritonclip.ClipByGlobalNorm(1.0), "before the next one is known"),
+        (ClipByNorm, r"write ClipByNorm\(\.\.\.\)"),
+        (None, "got None of type NoneType"),
+        (True, "got True of type bool"),
+    ],
+    ids=["number", "global", "class", "none", "bool"],
 )
-def test_rules_for_several_gradients_or_steps_are_refused(rule):
-    with pytest.raises(
-        TypeError, match=r"clip_on_backward_ expects .*before the next one is known"
-    ):
+def test_rules_for_several_gradients_are_refused(rule, message):
+    with pytest.raises(TypeError, match=rf"clip_on_backward_ expects .*{message}"):
         clip_on_backward_(model_of(), rule)
 
 

@@ -33,9 +33,26 @@ def test_self_test_prints_a_report_without_any_extra(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("torch", "; the torch backend would serve one"),
+        ("native", "; one would not be served: the native backend was asked for, but it runs on"),
+    ],
+    ids=["torch", "native"],
+)
+def test_self_test_says_that_there_is_no_gpu_and_its_backend(monkeypatch, capsys, backend, said):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with tritonclip.use_backend(backend):
+        main(["doctor"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"gpu         no GPU was found{said}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 @pytest.mark.parametrize("installed", [True, False], ids=["triton", "no triton"])
 @pytest.mark.parametrize("cuda", ["13.0", None], ids=["cuda", "cpu"])
-def test_self_test_says_why_there_is_no_gpu(cuda, installed, monkeypatch, capsys):
+def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed, monkeypatch, capsys):
     """A torch without CUDA finds no GPU, and needs no triton."""
     monkeypatch.setattr(choose, "triton_fault", choose.triton_fault.__wrapped__)
     if installed:
@@ -47,8 +64,13 @@ def test_self_test_says_why_there_is_no_gpu(cuda, installed, monkeypatch, capsys
     printed = capsys.readouterr()
     lines = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
     assert (lines["triton"] == "not installed") is not installed
-    without = lines["gpu"].endswith("is built without CUDA and ROCm")
-    assert without == (cuda is None)
+    if cuda is None:
+        assert lines["gpu"].endswith("is built without CUDA and ROCm")
+    elif installed:
+        assert lines["gpu"].endswith("the triton backend would serve one")
+    else:
+        assert "the torch backend would serve one: tritonclip uses its slower" in lines["gpu"]
+        assert "triton is not installed: run pip install" in lines["gpu"]
     assert not printed.err
 
 

@@ -392,14 +392,29 @@ def test_verify_passes_rules_without_text() -> None:
     assert len(addresses) == 1
 
 
+# Some arguments are of a wrong type.
+CLIP: Any = tritonclip.clip_
+WRONG_ARGUMENTS: dict[str, Callable[[Any, bool], object]] = {
+    "limit": lambda one, wrong: CLIP([one], -1.0 if wrong else 1.0),
+    "type": lambda one, wrong: CLIP([one], None if wrong else 1.0),
+    "policy": lambda one, wrong: CLIP([one], 1.0, nonfinite="?" if wrong else "zero"),
+    "loss scale": lambda one, wrong: CLIP([one], 1.0, grad_scale=-1.0 if wrong else 2.0),
+    "tensors": lambda one, wrong: tritonclip.clip_tensors_([one.grad], -1.0 if wrong else 1.0),
+    "drop-in": lambda one, wrong: tritonclip.clip_grad_norm_([one], -1.0 if wrong else 1.0),
+    "order": lambda one, wrong: tritonclip.clip_grad_norm_([one], 1.0, math.nan if wrong else 2.0),
+    "norm": lambda one, wrong: tritonclip.get_total_norm([one.grad], math.nan if wrong else 2.0),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ARGUMENTS)
 @in_processes(2)
-def test_verify_lets_all_raise_a_loss_scale_that_one_has_wrong() -> None:
+def test_verify_lets_all_raise_an_argument_that_one_has_wrong(what: str) -> None:
     one = parameter((7, 5), mesh_of(-1), [Shard(0)], seed=1)
     wrong = dist.get_rank() == 1
     said = None if wrong else "rank 1 raised, so no gradient was clipped on any rank"
     with (
         unchanged(grads_of([one])),
         tritonclip.verify(),
-        pytest.raises(ValueError, match=said),
+        pytest.raises((TypeError, ValueError), match=said),
     ):
-        tritonclip.clip_([one], 1.0, grad_scale=-1.0 if wrong else 2.0)
+        WRONG_ARGUMENTS[what](one, wrong)

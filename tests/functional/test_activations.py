@@ -20,7 +20,7 @@ RULES = [
 
 def clipped(grad: torch.Tensor, rule: Any) -> torch.Tensor:
     if isinstance(rule, ClipByValue):
-        return functional.clip_by_value(grad, *rule.bounds[torch.float64])
+        return functional.clip_by_value(grad, *rule.interval())
     return functional.clip_by_norm(grad, rule.max_norm, norm_type=rule.norm_type)
 
 
@@ -243,13 +243,23 @@ def test_torch_compile_breaks_the_graph_and_clips(rule):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [1.0, ClipByGlobalNorm(1.0), ClipByNorm, None, ClipByNorm(lambda step: 1.0)],
-    ids=["number", "global", "class", "none", "schedule"],
+    ("rule", "message"),
+    [
+        (1.0, "a norm of all gradients"),
+        (ClipByGlobalNorm(1.0), "before the next one is known"),
+        (ClipByNorm, r"write ClipByNorm\(\.\.\.\)"),
+        (None, "got None of type NoneType"),
+    ],
+    ids=["number", "global", "class", "none"],
 )
-def test_rules_for_several_gradients_or_steps_are_refused(rule):
-    with pytest.raises(TypeError, match=r"clip_backward expects .*before the next one is known"):
+def test_rules_for_several_gradients_are_refused(rule, message):
+    with pytest.raises(TypeError, match=rf"clip_backward expects .*{message}"):
         clip_backward(torch.zeros(2), rule)
+
+
+def test_a_limit_that_is_a_function_of_the_step_is_refused():
+    with pytest.raises(ValueError, match="sees no steps"):
+        clip_backward(torch.zeros(2, requires_grad=True), ClipByNorm(lambda step: 1.0))
 
 
 REFUSED: dict[str, Any] = {
@@ -282,5 +292,5 @@ def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
     class Half(ClipByNorm):
         pass
 
-    with pytest.raises(TypeError, match="clip_backward expects ClipByNorm"):
+    with pytest.raises(TypeError, match=r"expects ClipByNorm.* of type Half"):
         clip_backward(torch.ones(2), Half(1.0))

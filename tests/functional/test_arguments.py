@@ -111,6 +111,21 @@ def test_dir_shows_the_functions_only():
     assert dir(functional) == sorted(functional.__all__)
 
 
+@pytest.mark.parametrize("name", ["clip", "adaptive_clip_grad"])
+def test_functional_knows_names_from_elsewhere(name):
+    with pytest.raises(AttributeError, match=rf"\.functional' .*'{name}'; here it is"):
+        getattr(functional, name)
+
+
+def test_other_names_get_pythons_errors():
+    missing = "^module 'tritonclip.functional' has no attribute 'it'$"
+    module: Any = functional
+    with pytest.raises(AttributeError, match=missing):
+        _ = module.it
+    with pytest.raises(ImportError, match="cannot import name 'it'"):
+        exec("from tritonclip.functional import it")
+
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 

@@ -27,9 +27,8 @@ import tritonclip
 from helpers.cases import grad_of, parameters
 from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip.integrations import patching
-from tritonclip.integrations.patching import Losses, TorchPatch
+from tritonclip.integrations.patching import Losses, TorchPatch, original_of
 from tritonclip.monitor.history import read
-from tritonclip.torch_compat import originals
 
 NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 TORCHS = {name: getattr(torch.nn.utils, name) for name in NAMES}
@@ -622,8 +621,9 @@ def test_torchs_functions_stay_reachable_and_call_each_other():
     params = parameters([torch.tensor([3.0, 4.0])])
     with TorchPatch(None, observe):
         torch.nn.utils.clip_grad_norm_(params, 1.0)
-        originals["clip_grad_norm_"](params, 1.0)
+        original_of(torch.nn.utils.clip_grad_norm_)(params, 1.0)
     assert calls == ["clip_grad_norm_"]
+    assert original_of(len) is len
 
 
 def test_threads_patch_and_clip_at_once():

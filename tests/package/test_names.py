@@ -1,4 +1,4 @@
-"""Every public name has an example, and is listed."""
+"""Every public name has an example, and every name of another library has a match."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import doctest
 import importlib
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tritonclip
-from tritonclip import functional, rules
+from tritonclip import functional, hints, rules
 
 
 def _public() -> list[Any]:
@@ -34,6 +35,14 @@ def _public() -> list[Any]:
 def test_every_public_name_has_an_example(value):
     examples = doctest.DocTestParser().get_examples(value.__doc__ or "")
     assert any(one.want for one in examples)
+
+
+def test_every_match_is_there():
+    for name, text in hints.NAMES.items():
+        path = re.split(r"[ ,(]", text)[0]
+        assert name not in tritonclip.__all__
+        # Their packages are optional.
+        assert path.startswith("integrations.") or attrgetter(path)(tritonclip)
 
 
 def test_public_names_are_few_and_listed():

@@ -225,3 +225,27 @@ def test_its_text_counts_calls():
         assert repr(state) == f"<ClipState of no norms after {expected}>"
         weight.grad = torch.ones(2)
         tritonclip.clip_(weight, rule, state=state)
+
+
+@pytest.mark.parametrize(
+    ("rule", "at", "value"),
+    [
+        (ClipByOwnQuantile(0.5, 4), 0, -2.0),
+        (ClipByOwnQuantile(0.5, 4), 0, math.inf),
+        (ClipByOwnQuantile(0.5, 4), 3, 1.0),
+        (ClipByOwnQuantile(0.5, 4), 0, 0.0),
+        (ClipByOwnHistory(), 0, 0.0),
+        (ClipByOwnHistory(), 1, 0.5),
+    ],
+    ids=["below 0", "inf", "slot", "norm", "average", "count"],
+)
+def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
+    """A last slot that is filled first, a norm and an average of 0, and half a count."""
+    state = ClipState()
+    tritonclip.clip_(_given(1.0), rule, state=state)
+    values = torch.tensor(state.state_dict()["values"])
+    values[:, at] = value
+    state, (weight,) = _loaded(state, values=values), _given(1.0)
+    with pytest.raises(ValueError, match=rf"values that {type(rule).__name__}.* never leaves"):
+        tritonclip.clip_(weight, rule, state=state)
+    assert grad_of(weight).tolist() == [1.0]

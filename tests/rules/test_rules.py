@@ -154,7 +154,7 @@ def test_rule_by_value_names_an_attribute_that_is_missing():
     ("low", "high"), [(-1.0, lambda step: 2.0), (lambda step: -1.0, 2.0)], ids=["max", "min"]
 )
 def test_rule_by_value_takes_a_schedule_beside_a_number(low, high):
-    assert ClipByValue(low, high).at(0) == ClipByValue(-1.0, 2.0)
+    assert ClipByValue(low, high).at(0).interval() == (-1.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue, rule_for_one
 
-# The plans of gradients that are clipped one at a time. Most models have fewer kinds of gradients
-# than this; the memory of plans is bounded, too.
+# The plans of gradients that are clipped one at a time. More than most models have kinds of
+# gradients, which come in turn; the memory of plans is bounded too.
 plans = PlanCache(capacity=256)
 
 
@@ -104,7 +104,7 @@ def clip_on_backward_(
             "ClippedOptimizer after backward; if this is meant, pass model.parameters()"
         )
     members, label_of = with_labels(parameters)
-    # Parameters of other dtypes, as in quantized layers, never have a gradient.
+    # Others never have a gradient, as those of quantized layers.
     trainable = [(i, p) for i, p in enumerate(members) if p.is_floating_point() or p.is_complex()]
     named = {id(p): (label_of(i), p) for i, p in trainable}
     _refuse(named.values())
@@ -124,7 +124,7 @@ class _Clip:
 
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-            # This happens in a graph of compiled autograd, for example.
+            # In a graph of compiled autograd, among others.
             named = [(self._label, parameter)]
             compiled.clip_(clip_, named, self._rule, nonfinite=self._nonfinite)
             return

@@ -1,9 +1,12 @@
 """The calls of torch's functions in a run under `patch_torch`, for `python -m tritonclip run`.
 
-To compare, torch's function and ours take turns on the gradients of the run. Each call clips once,
-and the run goes on with its result. Single calls are timed, between the other work of the run, so
-that gradients lie in the cache, or not, as they do in training. Only a run of one process compares:
-several processes would have to agree on whose turn it is.
+To compare, torch's function and ours take turns on the run's own gradients. Each call clips once,
+and the run goes on with its result. Times are of single calls between the run's other work, so that
+gradients lie in the cache, or not, as they do in the run.
+
+Over processes, collectives have to be the same on all of a mesh, and replicas have to be clipped
+alike. So a turn depends on nothing that other processes do not see: not on other lists, which one
+process may clip alone, and not on when tensors are freed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -20,17 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.integrations.patching import Call
+from tritonclip import torch_compat
+from tritonclip.integrations.patching import Call, original_of
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.monitor.gradient_lists import GradientLists
+from tritonclip.monitor.gradient_lists import GradientList, GradientLists
 
-# Its multiples modulo 1 are spread evenly, and so are every second, third, ... of them: both
-# functions get as many turns, also if several lists alternate.
+# The functions that return the norm of what they get.
+_MEASURING = ("clip_grad_norm_", "get_total_norm")
+# Two calls in so many measure the norm both ways, and are not timed.
+_CHECKED_IN = 17
+# Multiples of it, modulo 1, are spread evenly, and so is every second, third, ... of them: each
+# function gets as many turns, also where lists of equal size alternate.
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# A list is judged once each function was timed so often; the number of times that are kept.
+# Calls that are timed by each, from which on a list is judged; the most that are kept.
 _LEAST, _MOST = 3, 100_000
-# Variables in which launchers tell each process its rank and the number of processes.
+# Kinds of calls whose turns are counted at a time, and elements of a replica by which they differ.
+_MOST_TURNS, _SAMPLED = 100_000, 16
+# Variables that launchers set for each process: its rank, and the number of processes.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -61,7 +72,7 @@ class _List:
     device: torch.device
     changes: bool = False
     n_calls: int = 0
-    # How many calls torch and tritonclip served, and their times, in this order.
+    # By torch, by tritonclip.
     n_served: list[int] = field(default_factory=lambda: [0, 0])
     walls: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=_MOST), deque(maxlen=_MOST))
@@ -69,17 +80,29 @@ class _List:
     # The time outside of clipping since the last call on the list.
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
     outside: float | None = None
+    # Largest, of the norms, relative; inf where only one of them is finite.
+    difference: float | None = None
 
     @property
     def is_judged(self) -> bool:
         """Whether there are enough times."""
         return min(map(len, self.walls)) >= _LEAST
 
-    def add(self, is_ours: bool, wall: float) -> None:
+    def add(self, is_ours: bool, wall: float | None) -> None:
         """Counts a call; the first by each is not timed: it plans, compiles and loads code."""
-        if self.n_served[is_ours]:
+        if self.n_served[is_ours] and wall is not None:
             self.walls[is_ours].append(wall)
         self.n_served[is_ours] += 1
+
+    def add_difference(self, a: float, b: float) -> None:
+        """Keeps the largest difference of two norms."""
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            found = 0.0
+        elif math.isfinite(a) and math.isfinite(b):
+            found = abs(a - b) / max(a, b)
+        else:
+            found = math.inf
+        self.difference = max(found, self.difference or 0.0)
 
 
 class CallLog:
@@ -88,57 +111,69 @@ class CallLog:
     def __init__(self, *, compares: bool) -> None:
         self.compares = compares
         self.counts: Counter[str] = Counter()
-        # Read before the script runs, which may set the variables for processes that it starts.
+        # Before the script, which may set the variables for processes that it starts itself.
         _, self._n_launched = launched()
-        # The reason why torch serves all calls, if it does; found once torch.distributed is
-        # initialized.
+        # Why torch serves all calls, if it does; known once torch.distributed is initialized.
         self._objection: str | None = None
         self._is_decided = False
         self._found = GradientLists()
         self._lists: dict[tuple[object, ...], _List] = {}
+        self._turns: Counter[int] = Counter()
         # Microseconds outside of clipping until now, and when the last call was left.
         self._outside, self._left = 0.0, 0
 
     def __call__(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], None] | None]:
-        """The function that serves a call, and the function that logs its result, if any."""
+        """The function for a call, and how its result is logged."""
         arrived = perf_counter_ns()
         if not self._is_decided:
             self._objection = self._find_objection()
         self.counts[call.name] += 1
         if self._objection is not None:
             return call.original, None
-        tensors = None
-        if self.compares and not self._is_one_of_many():
-            tensors = _tensors_of(call)
+        tensors = _tensors_of(call) if self.compares else None
         if not tensors or is_captured(tensors[0].device):
             return call.ours, None
         device = tensors[0].device
         if device.type == "cuda":
-            # The backward pass does not belong to the call.
-            torch.cuda.synchronize(device)
+            # The backward pass is not the call's.
+            _synchronize(device)
             arrived = perf_counter_ns()
         if self._left:
-            # The difference is negative if calls of threads overlap.
+            # Less than 0 where calls of threads overlap.
             self._outside += max(arrived - self._left, 0) / 1e3
-        calls = self._list_of(call, tensors)
+        return self._in_turn(call, tensors)
+
+    def _in_turn(
+        self, call: Call, tensors: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
+        device = tensors[0].device
+        found = self._found.find(_given_to(call) or tensors)
+        calls = self._list_of(call, found, tensors)
         calls.n_calls += 1
         if calls.outside is not None:
             calls.gaps.append(self._outside - calls.outside)
         calls.outside = self._outside
-        is_ours = calls.n_calls * _GOLDEN % 1 < 0.5
+        n = self._turn_of(call, tensors)
+        is_ours = n * _GOLDEN % 1 < 0.5
+        other = None
+        is_checked = n % _CHECKED_IN < 2
+        if is_checked and call.name in _MEASURING:
+            other = _norm_by(not is_ours, tensors, call.arguments.get("norm_type", 2.0))
+            _synchronize(device)
 
-        def done(_: Any) -> None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        def done(result: Any) -> None:
+            _synchronize(device)
+            wall = (perf_counter_ns() - start) / 1e3
+            calls.add(is_ours, None if is_checked else wall)
+            if other is not None:
+                calls.add_difference(_number(result), other)
             self._left = perf_counter_ns()
-            calls.add(is_ours, (self._left - start) / 1e3)
 
         self._left = start = perf_counter_ns()
         return call.ours if is_ours else call.original, done
 
-    def _list_of(self, call: Call, tensors: Sequence[Tensor]) -> _List:
+    def _list_of(self, call: Call, found: GradientList | None, tensors: Sequence[Tensor]) -> _List:
         """The times of a list by a function; lists whose members change are one for a function."""
-        found = self._found.find(_given_to(call) or tensors)
         device, changes = tensors[0].device, found is None or found.changes
         key = (call.name, call.arguments.get("norm_type"), device, None if changes else found)
         if key not in self._lists:
@@ -146,18 +181,37 @@ class CallLog:
             self._lists[key] = _List(call.name, len(tensors), n_elements, device, changes)
         return self._lists[key]
 
+    def _turn_of(self, call: Call, tensors: Sequence[Tensor]) -> int:
+        """The number of a call, which is the same on all processes that have to serve it alike."""
+        meshes = {id(mesh): mesh for t in tensors if (mesh := getattr(t, "device_mesh", None))}
+        kind: list[object] = [call.name, len(tensors), sum(t.numel() for t in tensors)]
+        kind += [
+            call.arguments.get("norm_type"),
+            sorted(str(mesh.mesh.tolist()) for mesh in meshes.values()),
+        ]
+        if not meshes and self._is_one_of_many():
+            # Maybe replicas, which have equal gradients: those of a list that one process has alone
+            # differ from them.
+            limit = call.arguments.get("max_norm", call.arguments.get("clip_value"))
+            kind += [None if isinstance(limit, Tensor) else limit, _sample(tensors)]
+        number = zlib.crc32(repr(kind).encode())
+        if len(self._turns) > _MOST_TURNS:
+            self._turns.clear()
+        self._turns[number] += 1
+        return number + self._turns[number]
+
     def _is_one_of_many(self) -> bool:
         distributed = torch.distributed
         is_initialized = distributed.is_available() and distributed.is_initialized()
         return self._n_launched > 1 or (is_initialized and distributed.get_world_size() > 1)
 
     def _find_objection(self) -> str | None:
-        """Why torch has to serve all calls, if it does: replicas have to be clipped alike."""
+        """Why torch has to serve all calls: replicas have to be clipped alike."""
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return None
         self._is_decided = True
-        # This holds in a fork, too: it has the patch, but the other processes may be no forks.
+        # Also in a fork, which has the patch: the other processes may be no forks.
         if (n := distributed.get_world_size()) <= self._n_launched:
             return None
         text = (
@@ -180,11 +234,9 @@ class CallLog:
         if n := served_by_torch.total():
             lines += [f"torch served {n:,} of these {n_calls:,} calls, which tritonclip refuses:"]
             lines += [f"  {n:,}: {reason}" for reason, n in served_by_torch.most_common()]
-        elif not self._lists:
+        elif not self.compares:
             lines[0] += "; all by tritonclip"
-        if self.compares and self._is_one_of_many():
-            lines.append("not compared: that takes a run of one process")
-        elif self.compares:
+        if self.compares:
             lines += self._comparison()
         return "\n".join(lines)
 
@@ -193,7 +245,7 @@ class CallLog:
         if not judged:
             return [
                 f"too few calls to compare; expected {_LEAST} or more that are timed by each "
-                "function, some 8 on the same gradients"
+                "function, some 12 on the same gradients"
             ]
         lines = [line for calls in judged[:_MOST_LISTS] for line in _lines(calls)]
         if (more := len(judged) - _MOST_LISTS) > 0:
@@ -202,17 +254,23 @@ class CallLog:
             lines.append(f"and {more} lists of too few calls to compare")
         on_gpu = any(calls.device.type == "cuda" for calls in judged)
         lines.append(_LEGEND + _WAITS * on_gpu)
+        if math.inf in (calls.difference for calls in judged):
+            lines.append(_ONE_FINITE)
         return [*lines, _verdict(judged, self._outside)]
 
 
 _MOST_LISTS = 6
-# The least share of a run that matters; two times that differ by less are about the same.
+# A share of a run that matters, and of a call below which two times are about the same.
 _MATTERS, _SAME = 0.01, 0.05
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
-the time from the first call to the last."""
+the time from the first call to the last. Two calls in 17 are not timed: they measure
+the norm both ways."""
 _WAITS = """
 Each call waited for the GPU before and after, which a run without --compare does not."""
+_ONE_FINITE = """\
+A norm was finite by one function and inf or NaN by the other. torch's overflows where
+squares do in the dtype of the gradients; tritonclip's does not."""
 _NONE = "no call of torch's functions that clip was seen"
 _REMEDIES = """\
 Not seen: calls under torch.compile; processes that the script itself starts, which
@@ -230,7 +288,7 @@ def _given_to(call: Call) -> list[Tensor] | None:
     given = call.arguments.get("parameters", call.arguments.get("tensors"))
     if isinstance(given, Tensor):
         return [given]
-    # An iterator could be read only once.
+    # Can be read twice, as an iterator cannot.
     if not (isinstance(given, Sized) and isinstance(given, Iterable)):
         return None
     tensors = [*given]
@@ -245,6 +303,42 @@ def _tensors_of(call: Call) -> list[Tensor] | None:
     return [x.grad for x in given if x.grad is not None]
 
 
+def _sample(tensors: Sequence[Tensor]) -> list[float]:
+    """Some elements of a list, which differ from step to step."""
+    found: list[float] = []
+    try:
+        for tensor in {
+            id(t): t for t in (tensors[0], tensors[len(tensors) // 2], tensors[-1])
+        }.values():
+            flat = tensor.detach().flatten()
+            taken = flat[:: max(1, len(flat) // _SAMPLED)]
+            found += (
+                torch.view_as_real(taken.resolve_conj()).flatten().tolist()
+                if taken.is_complex()
+                else taken.tolist()
+            )
+    except (RuntimeError, NotImplementedError):
+        # Not of sparse gradients, for example, on any of the replicas.
+        return []
+    return found
+
+
+def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
+    """The norm by one of the two functions; None where it refuses."""
+    torchs = original_of(torch.nn.utils.get_total_norm)
+    measure: Callable[..., Any] = torch_compat.get_total_norm if ours else torchs
+    try:
+        return _number(measure(tensors, norm_type))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _synchronize(device: torch.device) -> None:
+    """Waits for all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _time_text(us: float) -> str:
     """A time in microseconds, with its unit."""
     return (
@@ -252,20 +346,24 @@ def _time_text(us: float) -> str:
     )
 
 
+def _number(norm: Any) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
 def _total(calls: _List) -> float:
     return calls.n_calls * statistics.median(calls.walls[0])
 
 
 def _shares(calls: _List) -> list[float]:
-    """The share of a call in the time from one to the next: by torch, by tritonclip."""
-    # Not the median, which would leave out the long gap of an evaluation.
+    """Of a call in the time from one to the next: by torch, by tritonclip."""
+    # The mean, to which the long gap of an evaluation belongs.
     gap = statistics.fmean(calls.gaps)
     medians = [statistics.median(walls) for walls in calls.walls]
     return [median / (median + gap) for median in medians]
 
 
 def _interval(walls: Sequence[float]) -> tuple[float, float]:
-    """A 95% confidence interval of the median, from order statistics for many times."""
+    """Of the median, at 95%: order statistics, by the normal limit of the binomial distribution."""
     ordered, n = sorted(walls), len(walls)
     low = max(int(n / 2 - math.sqrt(n)), 0)
     return ordered[low], ordered[n - 1 - low]
@@ -278,6 +376,9 @@ def _lines(calls: _List) -> list[str]:
         low, middle, high = map(_time_text, statistics.quantiles(walls, n=4))
         times.append(f"{middle} ({low} to {high}), {share:.1%} of the time")
     torchs, ours = map(statistics.median, calls.walls)
+    ratio = f"  {torchs / ours:.2f}x"
+    if calls.difference is not None:
+        ratio += f"; largest relative difference of the norms: {calls.difference:.0e}"
     of = f"{calls.n_gradients:,} gradients with {calls.n_elements:,} elements"
     if calls.changes:
         of = "lists that change from call to call"
@@ -285,7 +386,7 @@ def _lines(calls: _List) -> list[str]:
         f"{calls.name} of {of}, {calls.n_calls:,} calls",
         f"  torch       {times[0]}",
         f"  tritonclip  {times[1]}",
-        f"  {torchs / ours:.2f}x",
+        ratio,
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import platform
+import warnings
 
 import torch
 
@@ -49,17 +50,15 @@ def main(chosen: argparse.Namespace) -> int:
         name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
         print(f"{device!s:<12}{name}: {backend} backend, self-test {result}")
     if not torch.cuda.device_count():
-        has_build = torch.version.cuda or torch.version.hip
-        reason = "" if has_build else f": torch {torch.__version__} is built without CUDA and ROCm"
-        print(f"{'gpu':<12}no GPU was found{reason}")
+        print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
     return int(failed)
 
 
 def _triton_version() -> str:
-    """The version that the module states: packages of other builds have other names."""
+    """As the module says: the packages of other builds have other names."""
     if fault := choose.triton_fault():
         text = fault.removeprefix("triton is ")
-        # Not with the remedy: on a CPU nobody needs triton.
+        # A remedy only where something is wrong: on a CPU nobody needs it.
         return "not installed" if text.startswith("not installed") else text
     return str(importlib.import_module("triton").__version__)
 
@@ -68,6 +67,20 @@ def devices() -> list[torch.device]:
     """Those that can be clipped on."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [torch.device("cpu"), *gpus]
+
+
+def _without_a_gpu() -> str:
+    """Why none can be found; or the backend that one would have and, where it is slow, why."""
+    if not (torch.version.cuda or torch.version.hip):
+        return f": torch {torch.__version__} is built without CUDA and ROCm"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            backend = choose.backend_name(torch.device("cuda"))
+        except RuntimeError as error:
+            return f"; one would not be served: {error}"
+    found = f"; the {backend} backend would serve one"
+    return ": ".join([found, *(str(warning.message) for warning in caught)])
 
 
 def _self_test(device: torch.device) -> tuple[str, str]:

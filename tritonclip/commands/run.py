@@ -1,7 +1,7 @@
-"""`python -m tritonclip run`: runs a program as Python does, with torch's functions patched.
+"""`python -m tritonclip run`: a program as Python runs it, with torch's functions patched.
 
-Not by runpy: it takes the module `__main__` away at the end, where pickle and functions that run at
-exit still need it, and gives a script neither its loader nor its traceback.
+Not by runpy, which takes the module `__main__` away at the end, where pickle and functions that run
+at exit still need it, and gives a script neither its loader nor its traceback.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.process import BaseProcess
@@ -23,10 +27,15 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+import torch
+
 from tritonclip.commands.call_log import CallLog, launched
 from tritonclip.integrations.patching import Losses, TorchPatch
 from tritonclip.messages import join_names
-from tritonclip.monitor.recorder import record
+from tritonclip.monitor.recorder import Recorder, record
+
+# Options that a script may be given by mistake.
+_OPTIONS = {"--compare", "--no-loss", "--record"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -73,7 +82,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     is_first, file = launched()[0] == 0, chosen.record
     try:
-        _refuse_others(chosen)
+        _refuse_others(chosen, arguments)
         recorder = None
         if file is not None:
             recorder = record(file, write=is_first)
@@ -83,6 +92,14 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
+    late = sorted({argument.partition("=")[0] for argument in arguments} & _OPTIONS)
+    if is_first and late:
+        print(
+            f"tritonclip run: {' and '.join(late)} after {chosen.script} went to the script; "
+            "options of run stand before it: python -m tritonclip run "
+            f"{' '.join(late)} ... {'-m ' * chosen.is_module}{chosen.script}",
+            file=sys.stderr,
+        )
     log = CallLog(compares=chosen.compare)
     losses = None if recorder is None or chosen.no_loss else Losses()
     unwatch: Callable[[], object] = (lambda: None) if losses is None else losses.watch()
@@ -94,34 +111,30 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         # A fork that the script made may end here, too.
         if os.getpid() != process:
             return
-        # Nothing here is a fault of the script, not even builtins that it has changed.
-        with contextlib.suppress(Exception):
-            patch.remove()
-            unwatch()
-            if recorder is not None:
-                # A warning at the very end names the rows that cannot be written.
-                with contextlib.suppress(OSError):
-                    recorder.close()
-            if not is_first:
-                return
-            report = log.report(patch.served_by_torch, failed=failed)
-            lines = f"tritonclip run: {report}".splitlines()
-            if started:
-                # Where no call was seen, the likely reason stands before all others.
-                lines.insert(len(lines) if log.counts else 1, _not_patched(started))
-            if forked and not log.counts:
-                lines.insert(1, _not_counted(forked))
-            if recorder is not None:
-                command = f"norms are in {file}: python -m tritonclip suggest {file}"
-                lines.append(command if recorder.steps else "no norm was recorded")
-            # Not through the buffer of standard error: if nobody reads the pipe, Python would try
-            # again to write the rest of the buffer, and end with status 120.
+        patch.remove()
+        unwatch()
+        if recorder is not None:
+            # Rows that cannot be written get a warning at the very end.
             with contextlib.suppress(OSError):
-                stderr.flush()
-            os.write(stderr.fileno(), "".join(f"{line}\n" for line in lines).encode())
+                recorder.close()
+        if not is_first:
+            return
+        report = log.report(patch.served_by_torch, failed=failed)
+        lines = f"tritonclip run: {report}".splitlines()
+        if started:
+            # Where no call was seen, the likely reason stands before all others.
+            lines.insert(len(lines) if log.counts else 1, _not_patched(started))
+        if forked and not log.counts:
+            lines.insert(1, _not_counted(forked))
+        if recorder is not None:
+            command = f"norms are in {file}: python -m tritonclip suggest {file}"
+            lines.append(command if recorder.steps else "no norm was recorded")
+        _say(stderr, lines)
 
-    # This runs after all threads, and after the functions that the script registers.
-    atexit.register(end)
+    # Runs after all threads, and after the functions that the script registers.
+    atexit.register(_quietly(end))
+    if recorder is not None and is_first:
+        _flush_at_sigterm(recorder)
     try:
         program.run(arguments)
         failed = False
@@ -131,7 +144,61 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-# Modules whose processes do not train, and programs that run a script.
+def _quietly(work: Callable[[], None]) -> Callable[[], None]:
+    """Work whose trouble is not the script's, such as builtins that the script has changed."""
+
+    def do() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    return do
+
+
+def _say(stderr: Any, lines: Sequence[str]) -> None:
+    """Writes to standard error as it was at the start, past its buffer.
+
+    Python would try again to write what is left in the buffer of a pipe that nobody reads, and end
+    with status 120.
+    """
+    # On Windows there is none, and no harm in another signal.
+    pipe = getattr(signal, "SIGPIPE", signal.SIGTERM)
+    kills = signal.getsignal(pipe) == signal.SIG_DFL
+    if kills:
+        signal.signal(pipe, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(OSError):
+            stderr.flush()
+        os.write(stderr.fileno(), "".join(f"{line}\n" for line in lines).encode())
+    finally:
+        if kills:
+            signal.signal(pipe, signal.SIG_DFL)
+
+
+def _flush_at_sigterm(recorder: Recorder) -> None:
+    """Lets SIGTERM end this process as it would, once rows are written; forks end at once."""
+    if not hasattr(os, "register_at_fork") or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def end(number: int, frame: object) -> None:
+        # A device may still work on the last rows; one that hangs is not waited for.
+        for pause in (0.0, 0.5) if torch.cuda.is_initialized() else (0.0,):
+            time.sleep(pause)
+            with contextlib.suppress(Exception):
+                recorder.flush(wait=False)
+        # Else a handler of the script has called this one.
+        if signal.getsignal(number) is end:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def leave() -> None:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, end)
+    os.register_at_fork(after_in_child=leave)
+
+
+# Whose processes do not train, and programs that run a script.
 _HELPERS = {"torch.utils.data._utils.worker", "multiprocessing.managers"}
 _RUNNERS = ("python", "torchrun", "accelerate", "deepspeed")
 
@@ -185,34 +252,55 @@ def _not_patched(started: Sequence[str]) -> str:
     )
 
 
-# Modules whose processes run the script, and the names of shell scripts.
-_LAUNCHERS = ("torch.distributed.", "accelerate.", "deepspeed.")
+# Programs that run modules by an option, and modules that are such programs.
+_RUN_MODULES = {"torchrun": "-m", "accelerate": "-m", "deepspeed": "--module"}
+_LAUNCHERS = {
+    "torch.distributed.run": "-m",
+    "torch.distributed.launch": "-m",
+    "accelerate.commands.launch": "-m",
+    "accelerate.commands.accelerate_cli": "-m",
+    "deepspeed.launcher.runner": "--module",
+}
+_SHELLS = {"sh", "bash", "zsh", "sbatch"}
 _OF_SHELLS = {".sh", ".bash", ".slurm", ".sbatch"}
 
 
-def _refuse_others(chosen: argparse.Namespace) -> None:
-    """Raises ValueError for anything but a Python script or module that trains, with a remedy."""
-    name = chosen.script if chosen.is_module else Path(chosen.script).name
-    suffix = Path(name).suffix
-    if chosen.is_module:
-        is_program = name.startswith(_LAUNCHERS)
-    else:
-        is_program = not Path(chosen.script).is_file() and shutil.which(name) is not None
+def _refuse_others(chosen: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Raises ValueError for what is no script of Python, with the line to write in its place."""
+    name = chosen.script if chosen.is_module else Path(chosen.script).name.removesuffix(".exe")
+    is_python = re.fullmatch(r"python[\d.]*", name) is not None and not chosen.is_module
+    suffix = "" if chosen.is_module else Path(name).suffix
     if suffix == ".ipynb":
-        remedy = "in the first cell of the notebook write: %load_ext tritonclip"
-    elif suffix in _OF_SHELLS or is_program:
-        remedy = (
-            "write -m tritonclip run in front of the script that trains, as in python -m "
-            "tritonclip run train.py, torchrun ... -m tritonclip run train.py, or deepspeed ... "
-            "--module tritonclip run train.py"
+        raise ValueError(
+            f"expected a script, got the notebook {name}; in its first cell write: "
+            "%load_ext tritonclip"
         )
-    else:
+    if suffix in _OF_SHELLS or (name in _SHELLS and not chosen.is_module):
+        raise ValueError(
+            f"expected a script of Python, got {name}; in the shell script write python -m "
+            "tritonclip run train.py, or torchrun ... -m tritonclip run train.py"
+        )
+    option = _LAUNCHERS.get(name) if chosen.is_module else _RUN_MODULES.get(name)
+    is_program = not (chosen.is_module or Path(chosen.script).is_file()) and shutil.which(name)
+    if not (option or is_python or is_program):
         return
-    raise ValueError(f"expected a Python script, got {name}; {remedy}")
+    words = ["python", "-m", name] if chosen.is_module else [name]
+    ends = [i for i, word in enumerate(arguments) if word in ("-m", "--module")]
+    ends += [i for i, word in enumerate(arguments) if word.endswith(".py")]
+    at = min(ends, default=None)
+    words += ["..."] if at is None else arguments[:at]
+    if option is None and not any("python" in word for word in words):
+        words.append("python")
+    words += [option or "-m", "tritonclip", "run", *["--compare"] * chosen.compare]
+    words += ["--record", chosen.record] if chosen.record else []
+    rest = ["train.py", "..."] if at is None else [*arguments[at:]]
+    words += ["-m" if word == "--module" else word for word in rest[:1]] + rest[1:]
+    line = shlex.join(words).replace("'...'", "...")
+    raise ValueError(f"expected a script, got {name}, which starts another program; write {line}")
 
 
 class Program(NamedTuple):
-    """The code that `python SCRIPT` or `python -m MODULE` runs; `name` is sys.argv[0]."""
+    """What `python SCRIPT` or `python -m MODULE` runs as `__main__`; `name` is sys.argv[0]."""
 
     code: Callable[[], CodeType]
     attributes: dict[str, Any]
@@ -223,7 +311,7 @@ class Program(NamedTuple):
         sys.argv[:] = [self.name, *arguments]
         main = ModuleType("__main__")
         vars(main).update(self.attributes, __builtins__=builtins)
-        # Pickle and multiprocessing look up classes and functions there.
+        # Where pickle and multiprocessing look up classes and functions.
         sys.modules["__main__"] = main
         code = None
         try:
@@ -239,7 +327,7 @@ def script(path: str) -> Program:
 
     ValueError where there is none.
     """
-    # Absolute, as in Python since 3.9, so that it stays valid if the script changes its folder.
+    # As Python does since 3.9: valid also where the script changes its folder.
     file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
     if (spec := PathFinder.find_spec("__main__", [file])) is not None:
         _set_first_path(file)
@@ -280,7 +368,7 @@ def module(name: str) -> Program:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Otherwise the module exists, and something that it imports does not.
+        # Else a package is there, and imports a module that is not.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None

@@ -35,14 +35,12 @@ def check(gradients: Gradients, rule: Rule) -> None:
             f"{rule.name} cannot order complex gradients "
             f"({gradients.labels(indices)}); expected real ones: clip by norm instead"
         )
-    if plan.sparse:
-        low, high = rule.bounds[torch.float64]
-        if not low <= 0 <= high:
-            raise ValueError(
-                f"{rule} would change the implicit zeros of sparse gradients "
-                f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
-                "gradients"
-            )
+    if plan.sparse and not rule.keeps_zero:
+        raise ValueError(
+            f"{rule} would change the implicit zeros of sparse gradients "
+            f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
+            "gradients"
+        )
 
 
 def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None:

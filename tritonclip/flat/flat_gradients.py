@@ -19,8 +19,8 @@ from tritonclip.messages import join_names
 from tritonclip.modes import PLAIN, is_observed, outside_inference, without_grad
 from tritonclip.rules import Rule
 
-# The bytes of one vector access. Gradients start at multiples of it, for the sake of torch's fused
-# optimizers and our kernels.
+# Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
+# start at a multiple.
 _VECTOR = 16
 
 
@@ -116,7 +116,7 @@ class FlatGradients(GradientSource):
                 view.copy_(parameter.grad)
             parameter.grad = view
         self._addresses = list(map(Tensor.data_ptr, views))
-        # The buffers as a gradient list with its plan, and the settings that it was made under.
+        # The buffers with their plan, which stay where they are, and the settings that it is for.
         self._known: tuple[settings.Settings, Gradients] | None = None
 
     def zero_(self) -> None:
@@ -152,7 +152,7 @@ class FlatGradients(GradientSource):
             if [p.grad.data_ptr() for p in self._parameters] == self._addresses:  # type: ignore[union-attr]
                 return None
         except (AttributeError, RuntimeError, NotImplementedError):
-            # Some gradient is None, or has no address.
+            # A gradient that is None, or has no address.
             pass
 
         def is_at(grad: Tensor | None, address: int) -> bool:
@@ -201,11 +201,15 @@ def _refuse(label: str, parameter: Tensor) -> None:
     for noun, tensor in ((label, parameter), (f"the gradient of {label}", parameter.grad)):
         if tensor is None:
             continue
-        if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.dtype in FLOAT8:
+        if type(tensor) not in PLAIN or tensor.layout != torch.strided:
             raise TypeError(
-                f"{noun} is a {type(tensor).__name__} of layout {tensor.layout} and dtype "
-                f"{tensor.dtype}; FlatGradients holds dense gradients of plain tensors only, and "
-                "none in float8"
+                f"{noun} is a {type(tensor).__name__} of layout {tensor.layout}; FlatGradients "
+                "holds dense gradients of plain tensors only"
+            )
+        if tensor.dtype in FLOAT8:
+            raise TypeError(
+                f"{noun} has dtype {tensor.dtype}; clip in float32 or bfloat16, before it is "
+                "converted"
             )
         if tensor.shape != parameter.shape:
             raise ValueError(
@@ -223,12 +227,12 @@ def _lay_out(parameters: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]
     views: dict[int, Tensor] = {}
     for (device, dtype), members in kinds.items():
         n_elements = sum(map(Tensor.numel, members))
-        # Backward could not add to inference tensors.
+        # Never inference tensors, which no backward could add to.
         buffer = outside_inference(torch.zeros)(n_elements, dtype=dtype, device=device)
         offset = 0
         for parameter in sorted(members, key=lambda p: p.numel() * p.element_size() % _VECTOR != 0):
             stride = parameter.stride()
-            # Autograd lays out a gradient like its parameter, if that is dense.
+            # As autograd lays out gradients: as the parameter, where that is dense.
             if flat_size(parameter) is None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             views[id(parameter)] = buffer.as_strided(parameter.shape, stride, offset)

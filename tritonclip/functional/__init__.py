@@ -11,10 +11,14 @@ Example:
     (tensor([0.6000, 0.8000]), tensor(8.))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tritonclip.functional.by_global_norm import clip_by_global_norm, global_norm
 from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, clip_by_rms
 from tritonclip.functional.by_value import clip_by_value
 from tritonclip.functional.per_example import clip_per_example
+from tritonclip.hints import missing
 
 __all__ = [
     "clip_by_average_norm",
@@ -25,6 +29,13 @@ __all__ = [
     "clip_per_example",
     "global_norm",
 ]
+
+
+# Hidden from type checkers, which would let every name pass.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing(importlib.import_module(__name__), name)
 
 
 def __dir__() -> list[str]:

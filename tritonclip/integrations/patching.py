@@ -37,11 +37,11 @@ class Call(NamedTuple):
 
 # Chooses one of the two functions of a call, and what is done with its result, if anything.
 Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | None]]
-# Guards the variables below.
+# Guards all below.
 _lock = threading.RLock()
-# The tuple is replaced and never changed, so that calls read it without the lock.
+# Replaced, never changed: calls read it without the lock.
 _patches: tuple[TorchPatch, ...] = ()
-# torch's functions, each with its own code and its code under a patch; filled once.
+# Made once: torch's functions, their code, and the code of each with a patch.
 _functions: list[tuple[FunctionType, CodeType, CodeType]] = []
 
 
@@ -245,12 +245,18 @@ def _warn_of_loss(error: Exception) -> None:
     warn_user(f"a loss is not recorded, and the training goes on: {error}", once=True)
 
 
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that always runs torch's code, for one of torch's; another function as it is."""
+    found = (originals[name] for name, torchs_own in torchs.items() if function is torchs_own)
+    return next(found, function)
+
+
 def _activate(patches: tuple[TorchPatch, ...]) -> None:
     """Makes these patches the active ones; on an error, nothing changes."""
     global _patches
     with _lock:
         if not _functions:
-            # All functions are patched, or none.
+            # Of all functions or of none.
             _functions[:] = [_codes_of(name) for name in torchs]
         before = _patches
         try:
@@ -313,16 +319,16 @@ def _clip_of(name: str) -> Callable[..., Any]:
     original, ours = originals[name], getattr(torch_compat, name)
     names = tuple(inspect.signature(torchs[name]).parameters)
     known = frozenset(names)
-    # After these calls the norm before clipping is known.
+    # Where the norm before clipping is known to the caller, or becomes known.
     records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # A copy of this code may outlive the patch, and so may a graph that is traced here. torch
-        # refuses arguments that only our function takes.
+        # Code that something copied outlives the patch, and so does a graph that is made here; and
+        # torch refuses arguments that only ours takes.
         if not _patches or not known.issuperset(kwargs) or is_observed():
             return original(*args, **kwargs)
-        # An iterator such as model.parameters() is read once, for both functions. An empty one
-        # stays as it is, because both warn of it.
+        # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
+        # as it is, since both warn of it.
         if args:
             if type(args[0]) is not list and isinstance(args[0], Iterator):
                 args = ([*args[0]] or args[0], *args[1:])
@@ -346,7 +352,7 @@ def _clip_of(name: str) -> Callable[..., Any]:
             reason = f"{name}: {refusal}"
             for patch in _patches:
                 patch.served_by_torch[reason] += 1
-            # The call that was refused has changed nothing.
+            # Whatever refuses has changed nothing.
             result = original(*args, **kwargs)
             if all(patch.served_by_torch[reason] == 1 for patch in _patches):
                 warn_user(

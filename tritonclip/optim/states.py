@@ -145,9 +145,10 @@ class RuleStates:
 
 
 def _copy_of(saved: dict[str, Any]) -> ClipState:
-    """A copy of a state from its `state_dict`."""
+    """A copy of a state from its `state_dict`, which no step waits to look at."""
     state = ClipState()
     state.load_state_dict(saved)
+    state._is_loaded = False
     return state
 
 

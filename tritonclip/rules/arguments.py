@@ -11,9 +11,9 @@ from tritonclip.messages import warn_user
 
 # A number that depends on the step: how many calls or steps came before.
 Schedule = Callable[[int], float]
-# Stands for a limit of 0 that a schedule returned, which is no mistake.
+# The limit 0 of one step, which is no mistake.
 OF_SCHEDULE = -0.0
-# The smallest normal number of float32.
+# The least normal number of float32.
 _LEAST_SCALE = 2.0**-126
 
 
@@ -74,7 +74,7 @@ def as_eps(name: str, value: object) -> float:
 
 
 def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
-    """As `as_limit`, or a function of the step; warns of 0, which means no limit in trainers."""
+    """As `as_limit`, or a function of the step; warns of 0, which trainers take for no limit."""
     if is_function(value):
         return value
     number = as_limit(name, value)
@@ -138,7 +138,7 @@ def saved_count(name: str, value: object) -> int:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """The argument as a bool; 0 and 1 are accepted too."""
+    """The argument as a bool; 0 and 1 are read too."""
     try:
         if value in (False, True):
             return bool(value)
@@ -151,7 +151,7 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_norm_type(name: str, value: object) -> float:
-    """The order of a norm as a float, from 1 to inf; the text 'inf' is accepted too."""
+    """The order of a norm as a float, from 1 to inf; 'inf' is read too."""
     is_text = isinstance(value, str) and value == "inf"
     number = math.inf if is_text else as_number(name, value)
     if not number >= 1:
@@ -178,7 +178,7 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu":
             return grad_scale.detach()
-    # Numbers are asked first: torch.compile cannot look up attributes of one that changes.
+    # Numbers come first: torch.compile cannot look for attributes of one that changes.
     if not isinstance(grad_scale, Real) and hasattr(grad_scale, "get_scale"):
         raise TypeError(
             f"grad_scale must be a number or a tensor, got a {type(grad_scale).__name__}; pass its "

@@ -172,7 +172,7 @@ class Bounds(dict[torch.dtype, tuple[float, float]]):
 
 
 def _rounded(bound: float, dtype: torch.dtype) -> float:
-    # An infinite bound stays, also for a dtype without inf, and so does the sign of -0.0.
+    # No bound, also for a dtype without inf; and -0.0 stays what it is.
     if math.isinf(bound) or not bound:
         return bound
     largest = torch.finfo(dtype).max
@@ -252,20 +252,26 @@ class ClipByValue(Rule):
             if name != "bounds":
                 # Raises Python's error for a missing attribute.
                 return object.__getattribute__(self, name)
-            object.__setattr__(
-                self, "bounds", Bounds(number_of(self, "min"), number_of(self, "max"))
-            )
+            object.__setattr__(self, "bounds", Bounds(*self.interval()))
             return self.bounds
 
+    @property
+    def keeps_zero(self) -> bool:
+        low, high = self.interval()
+        return low <= 0 <= high
 
-# Remembers the rules of the last numbers. Only for floats, because it takes True for 1.
+    def interval(self) -> tuple[float, float]:
+        return number_of(self, "min"), number_of(self, "max")
+
+
+# The rules of the last numbers. Only for floats: it takes True for 1.
 known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda cls, *numbers: cls(*numbers))
 
 
 def rule_of(cls: type[T], *numbers: float) -> T:
-    """The rule with these numbers, remembered for floats, but not while torch.compile traces."""
+    """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
     for number in numbers:
-        # A limit of 0 warns at each line that passes one.
+        # One of 0 warns each line that passes it.
         if type(number) is not float or not number:
             return cls(*numbers)
     return cls(*numbers) if torch.compiler.is_compiling() else known_rule(cls, *numbers)
@@ -273,7 +279,7 @@ def rule_of(cls: type[T], *numbers: float) -> T:
 
 @dataclass(frozen=True, repr=False)
 class _Negative:
-    """The negative of a schedule; equal if the schedule is the same."""
+    """The negative of a schedule: equal for the same one."""
 
     schedule: Schedule
 
@@ -307,7 +313,7 @@ def as_rule(name: str, value: object) -> Rule:
 
 
 def _remedy(value: object) -> str:
-    """What to write in place of an argument that is no rule; "" if we do not know."""
+    """Advice for an argument that is no rule; "" where there is none."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, Adaptive):
         return f"; pass ClippedOptimizer(skip_above={cls.__name__}(...))"
@@ -327,12 +333,24 @@ def _remedy(value: object) -> str:
 
 
 def rule_for_one(name: str, rule: object) -> ClipByNorm | ClipByValue:
-    """The rule for a function `name` of one gradient; raises for one of several, or of steps."""
-    # A subclass is refused, because nothing would ask for its limit.
-    if (type(rule) is ClipByNorm or type(rule) is ClipByValue) and rule.fixed:
+    """The rule of a user of the function `name`; raises for one of several gradients or steps."""
+    # Not a subclass, whose limit would not be asked for.
+    if type(rule) is ClipByNorm or type(rule) is ClipByValue:
+        if not rule.fixed:
+            raise ValueError(
+                f"{name} sees no steps, but the limit of {rule} is a function of the step; "
+                "expected a number"
+            )
         return rule
-    raise TypeError(
-        f"{name} expects ClipByNorm(...) or ClipByValue(...) with numbers, got {rule!r:.80}. "
-        "Backward yields one gradient at a time, before the next one is known; clip by one norm, "
-        "or by a function of the step, after backward, with clip_ or a ClippedOptimizer"
-    )
+    expected = f"{name} expects ClipByNorm(...) or ClipByValue(...)"
+    if isinstance(rule, ClipByGlobalNorm) or (
+        isinstance(rule, int | float) and not isinstance(rule, bool)
+    ):
+        raise TypeError(
+            f"{expected}, got {rule!r}, a norm of all gradients. Backward yields one gradient "
+            "at a time, before the next one is known; clip by one norm after backward, with clip_ "
+            "or a ClippedOptimizer"
+        )
+    if isinstance(rule, type):
+        raise TypeError(f"{expected}, got the class {rule.__name__}; write {rule.__name__}(...)")
+    raise TypeError(f"{expected}, got {rule!r:.80} of type {type(rule).__name__}")

@@ -18,7 +18,7 @@ from tritonclip.rules.arguments import (
     as_number,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, checked, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, checked, rule
 
 
 @rule
@@ -102,3 +102,7 @@ class ClipByOwnHistory(AdaptiveRule):
         after = torch.stack([average, n + 1], dim=-1)
         # Beside a norm that is NaN or inf, the others are clipped to NaN or 0.
         return limit, torch.where((clipped > 0)[..., None], after, state)
+
+    def accepts(self, state: Tensor) -> bool:
+        """Positive averages."""
+        return bool((state[..., 0] > 0).all()) and are_counts(state[..., 1])

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonclip.rules.arguments import as_count, as_positive
-from tritonclip.rules.quantile import entered
+from tritonclip.rules.quantile import are_windows, entered
 from tritonclip.rules.rule import Adaptive, checked, rule
 
 # Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
@@ -72,12 +72,12 @@ class Outlier(Adaptive):
         return limit.masked_fill(n < self.window // 2, math.inf), entered(state, norm)
 
     def advance_numbers(self, state: list[float], norm: float) -> tuple[float, list[float]]:
-        """The same as `advance` in plain numbers, where the norm enters only if it counts.
+        """As `advance`, with the norm entered only where it counts, in the numbers of a host.
 
-        The whole function takes as long as a few operators.
+        All of it takes as long as a few operators.
         """
         after = [norm, *state[:-1]] if self.counts(norm) else state
-        # Empty slots come last.
+        # Slots that are still empty are the last ones.
         norms = state if state[-1] == state[-1] else [known for known in state if known == known]
         n = len(norms)
         if n < self.window // 2:
@@ -85,6 +85,10 @@ class Outlier(Adaptive):
         mean = sum(norms) / n
         deviation = math.dist(norms, [mean] * n) / math.sqrt(n - 1)
         return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean)), after
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of norms."""
+        return are_windows(state)
 
 
 @rule
@@ -94,3 +98,7 @@ class LossOutlier(Outlier):
     def counts(self, norm: Any) -> Any:
         """Whether a loss is finite."""
         return norm - norm == 0
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of losses."""
+        return are_windows(state, -math.inf)

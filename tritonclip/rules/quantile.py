@@ -46,6 +46,10 @@ class _ByQuantile(AdaptiveRule):
         limit = low.lerp(high, rank.frac()).squeeze(-1) * self.factor
         return bounded(limit.nan_to_num(math.inf, math.inf), self.max_norm), window
 
+    def accepts(self, state: Tensor) -> bool:
+        """Windows of norms."""
+        return are_windows(state)
+
 
 @rule
 class ClipByQuantile(_ByQuantile):
@@ -150,6 +154,13 @@ class ClipByOwnQuantile(_ByQuantile):
     window: int = checked(partial(as_count, least=1), default=100)
 
     per_gradient: ClassVar[bool] = True
+
+
+def are_windows(windows: Tensor, least: float = 0.0) -> bool:
+    """Whether windows have numbers above `least`, and empty slots, which are NaN, at their ends."""
+    empty = windows.isnan()
+    fits = (empty | (windows.isfinite() & (windows > least))).all()
+    return bool(fits) and bool((empty[..., 1:] >= empty[..., :-1]).all())
 
 
 def entered(windows: Tensor, norm: Tensor) -> Tensor:

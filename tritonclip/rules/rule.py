@@ -1,8 +1,8 @@
 """The interface of rules: `Rule`, and `AdaptiveRule` for limits that follow earlier norms.
 
-The engine asks a rule for its numbers and never checks its class. Users write rules too: the
-attributes in docs/clipping.md are stable, all others are for the rules of this folder.
-docs/architecture.md says how to add one of these.
+The engine asks a rule for its numbers, and never checks its class. Users write rules too: what
+docs/clipping.md names is stable, and all other attributes are for the rules of this folder.
+docs/architecture.md lists the edits for one of these.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing_extensions import dataclass_transform
 from tritonclip.rules.arguments import OF_SCHEDULE, Schedule, as_eps, as_norm_type, as_number
 
 Kind = TypeVar("Kind", bound=type)
-# All classes under `rule`, which a checkpoint may contain.
+# All that `rule` made: what a checkpoint may have.
 RULE_CLASSES: list[Any] = []
 
 
 class Norm(NamedTuple):
-    """The norm that a rule or a reader asks for.
+    """What is measured of gradients.
 
     Attributes:
         order: p of the p-norm.
-        each: whether each gradient has its own norm, in place of one norm of all.
-        by_unit: whether each slice along the first dimension has its own, and so have its weights.
+        each: of each gradient, in place of all together.
+        by_unit: of each slice along the first dimension, and of its weights.
     """
 
     order: float = 2.0
@@ -38,30 +38,38 @@ class Norm(NamedTuple):
 
 
 class Measured(Protocol):
-    """The measurements of a call before it writes; a user's rule reads `norm` and `sizes`."""
+    """The measurements of a call before it writes; own rules use `norm` and `sizes`."""
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
 
-        0-d; 1-d, with a norm for each gradient, for a rule that is `per_gradient`. Gradients that
-        only other processes have are included.
+        0-d; 1-d, one norm a gradient, for a rule that is `per_gradient`. Gradients that only other
+        processes have are among them.
         """
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """The positions of the gradients among the parameters, None for all; their number."""
+        """Of the gradients among the parameters, None for all; and how many parameters."""
+
+
+def _overrides(cls: type, method: str, other: str) -> bool:
+    """Whether the class that defines `method` comes before the one that defines `other`."""
+    defined = [
+        next(i for i, base in enumerate(cls.__mro__) if n in vars(base)) for n in (method, other)
+    ]
+    return defined[0] < defined[1]
 
 
 def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -> Any:
-    """A field of a `rule`, whose value becomes `check(name, value)` when a rule is made."""
+    """A field of a `rule`, which becomes `check(name, value)` where one is made."""
     return field(default=default, metadata={"check": check})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(checked,))
 def rule(cls: Kind) -> Kind:
-    """Makes a class a frozen dataclass of `checked` fields, which a checkpoint may contain."""
+    """Makes a class a frozen value of `checked` fields, which a checkpoint may have."""
     made: Any = dataclass(frozen=True, slots=True)(cls)
     made.checks = tuple(
         (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
@@ -121,7 +129,8 @@ class Rule(_Checked):
 
     norm_type: float = 2.0
     eps: float = 0.0
-    # The limit as a float, if it needs neither a norm nor a state; else `limit` has to be called.
+    # The limit as a float, if it needs neither a norm nor a state. For any other value `limit` has
+    # to be called.
     known_limit: ClassVar[Any] = None
     per_gradient: ClassVar[bool] = False
     # Each slice of a gradient along its first dimension has its own coefficient. `limit` is then
@@ -138,12 +147,12 @@ class Rule(_Checked):
         super().__init_subclass__()
         if cls.limit is not Rule.limit:
             cls.known_limit = None
-            if cls.clamps is True:
-                raise TypeError(
-                    f"{cls.__name__} overrides limit, but its parent clamps elements and asks for "
-                    "no limit of a norm; extend ClipByGlobalNorm or Rule instead. Bounds that "
-                    "change are functions of the step: ClipByValue(lambda step: ...)"
-                )
+        if cls.clamps is True and _overrides(cls, "limit", "clamps"):
+            raise TypeError(
+                f"{cls.__name__} overrides limit, but its parent clamps elements and asks for no "
+                "limit of a norm; extend ClipByGlobalNorm or Rule instead. Bounds that change are "
+                "functions of the step: ClipByValue(lambda step: ...)"
+            )
 
     def limit(self, measured: Measured) -> float | list[float] | Tensor:
         """The largest norm after clipping; gradients of a smaller norm are not changed.
@@ -208,17 +217,32 @@ class Rule(_Checked):
                 fields[name] = OF_SCHEDULE if is_zero and number is not False else number
         return type(self)(*fields.values())
 
+    def interval(self) -> tuple[float, float]:
+        """The least and the largest value of an element, for a rule that clamps."""
+        raise NotImplementedError
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether an element that is 0 stays 0."""
+        return True
+
 
 class Adaptive(_Checked):
     """A limit that follows the norms of earlier calls.
 
-    Its state is one tensor, which is moved, saved and replaced as a whole; float64 where the device
-    has it. `advance` is a pure function of tensors, so that it never waits for the device and a
-    skipped step leaves no trace. It should take few operators: on so few numbers, calling an
-    operator costs more than its arithmetic.
+    Its state is one tensor, float64 where the device has it. One tensor is moved, saved and
+    replaced as a whole. `advance` is a pure function of tensors: it never waits for the device, and
+    a step that is skipped leaves no trace. On a few numbers, calling an operator costs more than
+    its arithmetic: `advance` has few.
     """
 
     __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Drops the check of states where a class or mixin overrides `advance`."""
+        super().__init_subclass__()
+        if _overrides(cls, "advance", "accepts"):
+            cls.accepts = Adaptive.accepts  # type: ignore[method-assign]
 
     def start(self) -> Sequence[float]:
         """The k numbers of the state before the first call, such as ``(0.0, 0.0)``."""
@@ -245,9 +269,13 @@ class Adaptive(_Checked):
             "that returns the limit and the new state"
         )
 
+    def accepts(self, state: Tensor) -> bool:
+        """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
+        return True
+
     def counts(self, norm: Any) -> Any:
         """Whether norms, a tensor or a number, may enter a state: those finite and not 0."""
-        # This is 0 < norm, or NaN < norm for NaN and inf. A comparison with a number takes longer.
+        # 0 < norm, and NaN < norm where it is NaN or inf. To compare with a number takes longer.
         return norm - norm < norm
 
 
@@ -279,7 +307,7 @@ class AdaptiveRule(Adaptive, Rule):
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Refuses a `limit`, which nothing would call."""
+        """Refuses a `limit`, which nothing would ask."""
         super().__init_subclass__()
         if cls.limit is not AdaptiveRule.limit:
             raise TypeError(
@@ -297,7 +325,7 @@ class AdaptiveRule(Adaptive, Rule):
 
 
 def has_user_limit(rule: Rule) -> bool:
-    """Whether the user wrote the code of the limit, which may raise on one process alone."""
+    """Whether a limit is code of the user's, which may raise on one process alone."""
     cls: Any = type(getattr(rule, "rule", rule))
     limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
     module = str(getattr(limit, "__module__", ""))
@@ -305,7 +333,7 @@ def has_user_limit(rule: Rule) -> bool:
 
 
 def number_of(rule: Rule, name: str) -> float:
-    """The number in an attribute of a rule; raises if it is a function of the step."""
+    """An attribute of a rule that is a number, and no function of the step."""
     number: float | Schedule = getattr(rule, name)
     if callable(number):
         raise needs_state(rule.name)
@@ -321,16 +349,21 @@ def needs_state(name: str) -> ValueError:
     )
 
 
+def are_counts(numbers: Tensor) -> bool:
+    """Whether all numbers may be counts of norms."""
+    return bool(((numbers >= 0) & numbers.isfinite() & (numbers == numbers.floor())).all())
+
+
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
     """A limit that is at most `max_norm`, a number in the rule of a step."""
     return limit if max_norm == math.inf else limit.clamp(max=as_number("max_norm", max_norm))
 
 
 def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """The limit for a norm, and the state after it; a norm that does not count leaves the state.
+    """The limit for a norm, and the state after it, which is that before where none counts.
 
     Raises:
-        TypeError: the results of a user's `advance` have other shapes than expected.
+        TypeError: the shapes of a user's results are not those expected.
     """
     result = rule.advance(state, norm)
     expected = [norm.shape, state.shape]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch import Tensor
 from tritonclip.modes import outside_inference
 from tritonclip.rules.rule import Adaptive, Measured, Rule, advanced, kind_of
 
-# The dtypes of saved values, which programs may have cast.
+# Of saved values, which programs may have cast.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_KEYS = ("kind", "steps", "parameters", "values")
 
 
 class ClipState:
@@ -52,16 +52,16 @@ class ClipState:
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # One row, or one for each parameter; a list of numbers where the host advances the rule.
+        # A row, or one for each parameter; numbers where the host advances the rule.
         self._values: Tensor | list[float] | None = None
-        # The last rule that the values were found to fit.
-        self._known_rule: Any = None
-        # The list, as far as a rule with one row of values knows it.
+        # Values from elsewhere, which no rule has seen; and the rule that has seen them.
+        self._is_loaded, self._known_rule = False, None
+        # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
         self._list: Sequence[Tensor] = ()
         # The row of a parameter before its first norm.
         self._start: Sequence[float] | None = None
-        # The last positions of gradients, on their device, and the key that says which they are.
+        # Positions of gradients on the device, under the device and the positions.
         self._index: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
@@ -84,17 +84,16 @@ class ClipState:
         return {**saved, "values": None if values is None else values.tolist()}
 
     def copied(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """The same as `state_dict`, but the values are a tensor."""
+        """As `state_dict`, with the values as a tensor."""
         values = self._as_tensor()
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
-        values = None if values is None else values.clone()
-        entries = (self._kind, self._steps, self._n_parameters, values)
-        return dict(zip(_KEYS, entries, strict=True))
+        counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
+        return {**counts, "values": None if values is None else values.clone()}
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """The shape of the values: `(k,)`, or `(n, k)` for n parameters; () without any."""
+        """Of the values: `(k,)`, or `(n, k)` with a row for each parameter; () before the first."""
         values = self._as_tensor()
         return () if values is None else tuple(values.shape)
 
@@ -106,7 +105,7 @@ class ClipState:
         return upload(values, torch.float64, torch.device("cpu"))
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """The values of these rows; a new row has those of the start. None if that is unknown."""
+        """The values of these rows; new rows have those of the start. None without a start."""
         n = len(values)
         if max(rows, default=0) >= n:
             if self._start is None:
@@ -116,39 +115,43 @@ class ClipState:
         return values[[min(row, n) for row in rows]]
 
     def begin_as(self, rule: Any) -> None:
-        """Remembers the values with which each row of an adaptive rule starts."""
+        """Keeps the values with which the rows of an adaptive rule start."""
         if self._start is None and isinstance(rule, Adaptive):
             self._start = rule.start()
 
-    @outside_inference
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, also with values as a tensor, which is copied.
 
         Raises:
-            ValueError: anything else; nothing is loaded.
+            ValueError: anything else; nothing is loaded. Values that the rule of the next call
+                cannot have left are refused by that call.
         """
-        try:
-            kind, steps, n, values = (state[name] for name in _KEYS)
-            if isinstance(values, list):
-                values = torch.tensor(values, dtype=torch.float64, device="cpu")
-            fits = len(state) == len(_KEYS) and _fits(kind, steps, 0 if n is None else n, values)
-        except (KeyError, TypeError, ValueError, OverflowError, IndexError):
-            fits = False
-        if not fits:
+        if isinstance(state, dict) and isinstance(state.get("values"), list):
+            with suppress(TypeError, ValueError, OverflowError):
+                rows = torch.tensor(state["values"], dtype=torch.float64, device="cpu")
+                state = {**state, "values": rows}
+        if not _is_state(state):
             raise ValueError(
                 "expected the result of ClipState.state_dict(), a dict with kind (a str), steps "
                 "(an int), parameters (an int or None) and values (numbers, or None), "
                 f"got {state!r:.200}. Nothing was loaded"
             )
+        values = state["values"]
+        # Never an inference tensor, which no later call could write to.
+        copied = outside_inference(torch.clone)
         if values is not None:
-            values = values.detach().clone(memory_format=torch.contiguous_format)
-        self._kind, self._steps, self._n_parameters, self._values = kind, steps, n, values
-        self._known_rule, self._index, self._list = None, None, ()
+            values = copied(values.detach(), memory_format=torch.contiguous_format)
+        self._values, self._is_loaded, self._known_rule = values, values is not None, None
+        self._kind, self._steps, self._index = state["kind"], state["steps"], None
+        self._n_parameters, self._list = state["parameters"], ()
 
     def remembers(self, rule: Any) -> bool:
-        """Whether the state fits a rule: one that needs no norms, or one of the same kind.
+        """Whether the state fits a rule: one that needs no norms, or is of the state's kind.
 
-        Rules of one kind have the same class and the same window.
+        Rules of a kind have the same class and the same window.
+
+        Raises:
+            ValueError: loaded values that no rule of the kind leaves.
         """
         if rule is self._known_rule:
             return True
@@ -161,6 +164,15 @@ class ClipState:
             shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
         ):
             return False
+        values = self._as_tensor() if self._is_loaded else None
+        if values is not None and not values.is_meta:
+            values = values.to("cpu", torch.float64)
+            if not rule.accepts(values):
+                raise ValueError(
+                    f"the loaded state has values that {rule} never leaves, got {values!s:.200}; "
+                    "expected the result of state_dict() of a run with this rule"
+                )
+        self._is_loaded = False
         self._known_rule = rule
         return True
 
@@ -175,9 +187,8 @@ class ClipState:
     ) -> tuple[Tensor, Tensor]:
         """The limit for a norm, and all values after it, for `commit`; on the norm's device.
 
-        For a rule that remembers the norm of each of n parameters, `rows` says which parameters
-        have the norms; None means all in order. n may be larger than before only if the state
-        `grows`.
+        For a rule that remembers the norm of each of n parameters, `rows` are those of the norms,
+        None for all in order. Only if it `grows` may n be more than before.
         """
         values = self._values_on(norm.device, rule, n, grows=grows)
         norm = norm.to(values.dtype)
@@ -188,7 +199,7 @@ class ClipState:
         return limit, values.index_copy(0, index, after)
 
     def advance_numbers(self, rule: Any, norm: float) -> tuple[float, list[float]]:
-        """The same as `advance`, for a rule that has one row and advances it in plain numbers."""
+        """As `advance`, of a rule that has one row and advances it in numbers."""
         values = self._values
         if not isinstance(values, list):
             self._kind = kind_of(rule)
@@ -197,10 +208,9 @@ class ClipState:
         return limit, after
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
-        """Raises ValueError for another list of n parameters than the one that the state knows.
+        """ValueError for a list that is not the one that the state knows, of n parameters.
 
-        Only the first parameter is passed, unless the rule remembers each norm; n is None for a
-        rule that remembers none.
+        Only the first is passed, unless the rule remembers each norm; n is None for one without.
         """
         if not all(map(is_, self._list, parameters)):
             pairs = zip(self._list, parameters, strict=False)
@@ -225,7 +235,7 @@ class ClipState:
 
     @outside_inference
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to copies of the parameters, and its steps write to its own values.
+        # A copy belongs to copies of the parameters, and a step writes to its own values.
         values = self._as_tensor()
         values = None if values is None else values.clone()
         return {**self.__dict__, "_list": (), "_known_rule": None, "_values": values}
@@ -233,7 +243,7 @@ class ClipState:
     def _values_on(
         self, device: torch.device, rule: Adaptive, n: int | None, *, grows: bool
     ) -> Tensor:
-        """The values on a device, one row or n of them; does not wait for the device."""
+        """The values on a device, without a wait for it: one row, or one for each of n."""
         values = self._values = self._as_tensor()
         n_known = 0 if values is None else len(values)
         if n is not None:
@@ -249,7 +259,7 @@ class ClipState:
 
     @outside_inference
     def _moved(self, start: Tensor, n_new: int | None) -> Tensor:
-        """The values on the device of `start`, and `n_new` more rows that equal it."""
+        """The values on the device of those of the start, and as many new rows of these."""
         values, rows = self._as_tensor(), start if n_new is None else start.repeat(n_new, 1)
         if values is None:
             return rows
@@ -257,7 +267,7 @@ class ClipState:
         return torch.cat([values, rows]) if n_new else values
 
     def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
-        """Positions on the device, uploaded only if they differ from those of the last call."""
+        """Positions on the device; uploaded where they differ from those of the last call."""
         key = (device, *positions)
         if self._index is None or self._index[0] != key:
             self._index = key, upload(positions, torch.int64, device)
@@ -290,9 +300,12 @@ def _other_list(expected: int | None, n: int | None) -> ValueError:
     )
 
 
-def _fits(kind: object, steps: object, n: object, values: object) -> bool:
-    """Whether these may be entries of a saved state."""
-    if not (isinstance(kind, str) and all(type(i) is int and 0 <= i < 2**62 for i in (steps, n))):
+def _is_state(state: object) -> bool:
+    if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
+        return False
+    rule_name, values, n = state["kind"], state["values"], state["parameters"]
+    counts = [state["steps"], 0 if n is None else n]
+    if not isinstance(rule_name, str) or not all(type(n) is int and 0 <= n < 2**62 for n in counts):
         return False
     return values is None or (
         isinstance(values, Tensor)
@@ -300,7 +313,7 @@ def _fits(kind: object, steps: object, n: object, values: object) -> bool:
         and values.layout == torch.strided
         and values.dim() in (1, 2)
         and values.numel() > 0
-        and kind != ""
+        and rule_name != ""
     )
 
 
@@ -326,11 +339,11 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 @outside_inference
 def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device; does not wait for the device."""
+    """Numbers as a tensor on a device, without a wait for what the device does."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-# Returns the row of each parameter of a list, None for all rows in order, and how many rows exist.
+# Returns the row of each parameter of a list, None for all rows in order; and their number.
 Numbering = Callable[[], tuple[Sequence[int] | None, int]]
 
 
@@ -376,7 +389,7 @@ class BoundRule(Rule):
         return repr(self.rule)
 
     def check_list(self, parameters: Sequence[Tensor]) -> None:
-        """Raises ValueError for other parameters, with or without a gradient, than before."""
+        """ValueError for another list of parameters, with and without a gradient, than before."""
         adaptive = isinstance(self.rule, Adaptive)
         self._list = parameters if adaptive and self.per_gradient else parameters[:1]
         if parameters:
@@ -389,5 +402,6 @@ class BoundRule(Rule):
         self.state.commit(self._values, left_out)
 
 
-for _name in ("name", "per_gradient", "per_unit", "clamps", "norm_type", "eps", "bounds"):
+_NUMBERS = ("norm_type", "eps", "bounds", "interval", "keeps_zero")
+for _name in ("name", "per_gradient", "per_unit", "clamps", *_NUMBERS):
     setattr(BoundRule, _name, property(attrgetter(f"rule.{_name}")))

@@ -18,7 +18,7 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, bounded, checked, rule
+from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, rule
 
 # Added to the deviation, as in ZClip: the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
@@ -100,3 +100,7 @@ class ClipByZScore(AdaptiveRule):
         rest = value - mean
         variance = variance.lerp(rest * torch.where(warm, rest, excess), weight)
         return bounded(limit, self.max_norm), torch.stack([mean, variance, n])
+
+    def accepts(self, state: Tensor) -> bool:
+        """Finite moments, which are not negative."""
+        return bool(((state >= 0) & state.isfinite()).all()) and are_counts(state[-1])
