@@ -91,16 +91,16 @@ def _backend(name: str, device: str, module: str, *, deferred: bool = False) -> 
     )
 
 
-_CUDA_BACKENDS = [_backend("torch", "cuda", "operators"), _backend("triton", "cuda", "triton")]
+_CUDA_BACKENDS = [_backend("torch", "cuda", "torch"), _backend("triton", "cuda", "triton")]
 # The code that serves other devices than a CPU, on CPU tensors.
-_DEFERRED = _backend("torch", "cpu", "operators", deferred=True)
+_DEFERRED = _backend("torch", "cpu", "torch", deferred=True)
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
     [_backend("triton", "cpu", "triton", deferred=True)]
     if INTERPRETED
     else [
         _backend("native", "cpu", "native"),
-        _backend("torch", "cpu", "operators"),
+        _backend("torch", "cpu", "torch"),
         _DEFERRED,
         # Without a GPU they would be thousands of items that are all skipped.
         *(_CUDA_BACKENDS if _HAS_GPU else ()),
