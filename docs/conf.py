@@ -73,7 +73,7 @@ autosummary_context = {
         "nonfinite, skip_above, loss, max_consecutive_skips, recorder",
         "FlatGradients": "zero_, attach_, buffers",
         "GradScaler": "unscale_, step",
-        "Recorder": "add_, flush, close, state_dict, load_state_dict, is_closed, writes, names",
+        "Recorder": "add_, flush, close, state_dict, load_state_dict, is_closed, writes",
         "Rule": "limit",
     }
 }

@@ -116,6 +116,7 @@ class Recorder:
         every: the largest number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
         steps: the number of the last step, counted from 1 and through resumed runs.
+        names: the names of further norms, fixed by the first step; None before.
     """
 
     def __init__(
@@ -145,7 +146,6 @@ class Recorder:
             )
         self._rows = _RowWriter(_HistoryFile(self.path), every)
         self.steps: int = 0
-        # Of `norms`, fixed by the first step.
         self.names: tuple[str, ...] | None = None
         # Whether rows say which list they are of; fixed by the first row.
         self._has_lists = False
