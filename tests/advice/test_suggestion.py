@@ -313,7 +313,10 @@ def test_drift_is_found(drift, spikes):
         assert f"If the limit has to be fixed, take {suggestion.max_norm:g}" in suggestion.reason
     else:
         assert suggestion.verdict == "no outliers"
-        assert "ClipByQuantile follows it." in suggestion.reason
+        assert (
+            "A limit that follows it needs a bound: ClipByQuantile(max_norm=...)."
+            in suggestion.reason
+        )
 
 
 @pytest.mark.parametrize("drift", [0.8, 1.0, 1.25])

@@ -534,7 +534,7 @@ def _judge(norms: Tensor, trend: Trend, limit: float) -> _Advice:
             "norms show single steps that are too long, but not whether all of them are."
         )
         if trend.drifts:
-            why += f" {drift} ClipByQuantile follows it."
+            why += f" {drift} A limit that follows it needs a bound: ClipByQuantile(max_norm=...)."
         return _Advice("no outliers", why)
     share = _share(norms, limit)
     if trend.drifts:
