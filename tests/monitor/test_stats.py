@@ -28,7 +28,7 @@ from tritonclip import (
     ClippedOptimizer,
     ClippingWarning,
 )
-from tritonclip.monitor.stats import COUNTS, ClipStats, StepCounts
+from tritonclip.monitor.stats import COUNTS, Clipped, ClipStats, StepCounts, Verdict
 
 
 def test_statistics_follow_parameters_to_and_from_meta():
@@ -162,6 +162,15 @@ def test_steps_by_value_make_no_norm():
         stats.record_({None: None})
     assert not profiler.events()
     assert math.isnan(stats.last_norm)
+
+
+def test_a_group_without_its_rule_keeps_its_last_norm_at_a_step_that_the_device_leaves_out():
+    stats = ClipStats(torch.device("cpu"))
+    stats.record_({None: None, 1: Clipped(torch.tensor(2.0), 0.5, 1.0)})
+    overflow = torch.tensor(True)
+    stats.record_({None: None}, Verdict(overflow, overflow))
+    assert stats.summary()["group1_norm"] == 2.0
+    assert stats.group_coefficients[1] == 0.5
 
 
 @pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])

@@ -367,9 +367,10 @@ class ClipStats:
         if left_out is not True:
             coefficients = [o.coefficient for o in outcomes.values() if o is not None]
             if isinstance(left_out, Tensor):
+                # Groups that have lost their rule keep their outcomes, if the step is left out.
+                owners: Outcomes = {None: None, **dict.fromkeys(self._last), **outcomes}
                 outcomes = {
-                    owner: self._kept(owner, outcome, left_out)
-                    for owner, outcome in {None: None, **outcomes}.items()
+                    owner: self._kept(owner, outcome, left_out) for owner, outcome in owners.items()
                 }
             self._last = outcomes
         self._counts.add(coefficients, verdict)
