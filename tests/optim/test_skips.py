@@ -45,6 +45,24 @@ def test_a_bound_is_compared_in_the_dtype_of_the_norm(dtype, above, skipped, def
     assert int(optimizer.stats.skipped_steps) == skipped
 
 
+class Fixed(Outlier):
+    """A user's test: norms above 2 are outliers."""
+
+    def advance(self, state, norm):
+        return torch.full_like(norm, 2.0), state
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["host", "deferred"])
+def test_a_test_of_outliers_of_the_users_own_is_asked(deferred):
+    params = parameters([torch.tensor([1.0])])
+    optimizer = ClippedOptimizer(sgd(params), 1.0, nonfinite="skip", skip_above=Fixed())
+    with decided_on_device() if deferred else nullcontext():
+        for norm in (1.0, 3.0, 2.0, math.nan):
+            params[0].grad = torch.tensor([norm])
+            optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == 2
+
+
 @pytest.mark.parametrize(
     ("above", "loss"), [(20.0, None), (Outlier(4.0, 8), None), (Outlier(4.0, 8), torch.tensor(1.0))]
 )
