@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from helpers.cases import FLOATS, assert_bits, normal, parameters, unchanged
+from helpers.cases import FLOATS, FUNCTIONS, assert_bits, normal, parameters, unchanged
 from helpers.native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from helpers.wrong_arguments import check_wrong_arguments
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
@@ -26,16 +26,6 @@ if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
 
 SHAPES = ((40,), (), (0,), (3, 70), (1,))
-FUNCTIONS: dict[str, Any] = {
-    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
-    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
-    "norm": functional.clip_by_norm,
-    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
-    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
-    "average": functional.clip_by_average_norm,
-    "rms": functional.clip_by_rms,
-    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
-}
 RESULTS: dict[str, Any] = {
     **FUNCTIONS,
     "norm of all": lambda x, _: [functional.global_norm(x)],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from helpers.cases import FLOATS, INTERPRETED, grad_of, normal
+from helpers.cases import FLOATS, FUNCTIONS, INTERPRETED, grad_of, normal
 from tritonclip import functional
 
 DOUBLE = torch.float64
@@ -233,18 +233,6 @@ def mixed(dtype):
     """Several dtypes, of which float16 comes last and first again."""
     dtypes = (torch.float16, dtype, torch.bfloat16, torch.float32, torch.float16)
     return [x.to(kind) for x, kind in zip(make(torch.float32), dtypes, strict=True)]
-
-
-FUNCTIONS = {
-    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
-    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
-    "norm": functional.clip_by_norm,
-    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
-    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
-    "average": functional.clip_by_average_norm,
-    "rms": functional.clip_by_rms,
-    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
-}
 
 
 def slopes_of(function, tensors, limit, ways):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from helpers import reference
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, functional
 from tritonclip.backends import choose
 from tritonclip.engine import gradients
 
@@ -31,6 +32,17 @@ LARGE = 2 * CHUNK + 5 if INTERPRETED else 1_000_003
 MANY = 200 if INTERPRETED else 4_000
 # Each of which is a program of a kernel, and takes the interpreter milliseconds.
 DOZENS = 12 if INTERPRETED else 60
+# Functions out of place, of a list of tensors and a limit; they return a list.
+FUNCTIONS: dict[str, Any] = {
+    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
+    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
+    "norm": functional.clip_by_norm,
+    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
+    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
+    "average": functional.clip_by_average_norm,
+    "rms": functional.clip_by_rms,
+    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
+}
 
 
 def named(dtypes: Iterable[torch.dtype]) -> list[object]:
