@@ -431,6 +431,7 @@ def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folde
 
 
 LISTS_OF_SOME = """
+import gc
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -471,6 +472,10 @@ weights = [torch.zeros(4, 8) for _ in range(size)]
 dist.all_gather(weights, model.module.weight.detach())
 if rank == 0:
     print(max((weight - weights[0]).abs().max().item() for weight in weights))
+# Python at its end would race with threads of gloo for groups that these still hold, and abort.
+del first, second, model, optimizer
+gc.collect()
+dist.barrier()
 dist.destroy_process_group()
 """
 
