@@ -43,7 +43,7 @@ test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
-CHECKED := tests/rules $(addprefix tests/test_,calls.py hints.py refusals.py) \
+CHECKED := tests/rules $(addprefix tests/test_,calls.py messages.py refusals.py) \
 	$(addprefix tests/clip/test_,gradients.py nonfinite.py norm.py scale.py) \
 	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py runs.py skips.py)
 check: lint types
