@@ -1,19 +1,29 @@
-"""``clip_on_backward_`` clips each gradient when backward has accumulated it."""
+"""``clip_on_backward_`` clips each gradient when backward has accumulated it.
+
+Over several processes that is before DDP's average, and after FSDP2's.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
 from helpers.cases import assert_bits, copies, grad_of, normal
 from helpers.cases import parameter as parameter_of
 from helpers.graphs import NEEDS_DYNAMO
+from helpers.processes import in_processes
+from helpers.refusals import Refused, each_refused
 from tritonclip import ClipByNorm, ClipByValue, clip_on_backward_
 from tritonclip.backward.on_arrival import plans
 from tritonclip.engine import plan_cache
@@ -29,6 +39,12 @@ def model_of(device: Any = "cpu") -> Any:
     return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).to(
         device
     )
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> None:
+    """The backends of tests differ in more than their names, by which plans are kept."""
+    plans.clear()
 
 
 def grads_of(model: Any) -> list[Any]:
@@ -184,13 +200,6 @@ def test_parameters_without_need_of_clipping_are_left_alone():
     assert not any(p.grad.any() for p in model.parameters() if p is not model[0].bias)
 
 
-def test_marks_on_modules_are_refused():
-    model = model_of()
-    model[2].need_clip = False
-    with pytest.raises(ValueError, match=r"for p in module\.2\.parameters\(\): "):
-        clip_on_backward_(model, ClipByNorm(1.0))
-
-
 def test_model_moves_and_dies_with_its_hooks(monkeypatch):
     """torch.utils.swap_tensors refuses tensors that have weak references."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
@@ -259,30 +268,6 @@ def test_two_rules_hold_in_order():
     torch.testing.assert_close(weight.grad, torch.full((4,), 0.5), rtol=1e-6, atol=0)
 
 
-def test_earlier_hooks_are_refused():
-    model = model_of()
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(ValueError, match=r"^0\.weight have hooks .* register them again"):
-        clip_on_backward_(model, ClipByNorm(1.0))
-    loss_of(model).backward()
-    assert float(model[2].weight.grad.norm()) > 1.0
-
-
-def test_results_of_operators_are_refused():
-    with pytest.raises(ValueError, match=r"results of operators: parameters\[1\]; for these there"):
-        clip_on_backward_([torch.ones(1), torch.ones(1, requires_grad=True) * 2], ClipByNorm(1.0))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "error"),
-    [((), ValueError), ([1.0], TypeError), ("weight", TypeError), (None, TypeError)],
-    ids=["none", "number", "text", "nothing"],
-)
-def test_other_parameters_are_refused(parameters, error):
-    with pytest.raises(error, match="expected"):
-        clip_on_backward_(parameters, ClipByNorm(1.0))
-
-
 def test_integer_parameters_are_left_out():
     """Quantized layers have such, which never have a gradient."""
     model = model_of()
@@ -321,22 +306,132 @@ def test_clip_on_backward_under_compile(rule, traced):
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twins])
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (1.0, "a norm of all gradients"),
-        (tritonclip.ClipByGlobalNorm(1.0), "before the next one is known"),
-        (ClipByNorm, r"write ClipByNorm\(\.\.\.\)"),
-        (None, "got None of type NoneType"),
-        (True, "got True of type bool"),
-    ],
-    ids=["number", "global", "class", "none", "bool"],
-)
-def test_rules_for_several_gradients_are_refused(rule, message):
-    with pytest.raises(TypeError, match=rf"clip_on_backward_ expects .*{message}"):
-        clip_on_backward_(model_of(), rule)
+def given(parameters: Any) -> Any:
+    return lambda model: clip_on_backward_(parameters, ClipByNorm(1.0))
 
 
-def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match="got 'skip'; only a ClippedOptimizer can skip"):
-        clip_on_backward_(model_of(), ClipByNorm(1.0), nonfinite="skip")
+def by_rule(rule: Any, **options: Any) -> Any:
+    return lambda model: clip_on_backward_(model, rule, **options)
+
+
+def with_module_mark(model: Any) -> None:
+    model[2].need_clip = False
+    clip_on_backward_(model, ClipByNorm(1.0))
+
+
+def after_a_hook(model: Any) -> None:
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    clip_on_backward_(model, ClipByNorm(1.0))
+
+
+EXPECTS = "clip_on_backward_ expects .*"
+REFUSED: list[Refused] = [
+    (ValueError, r"for p in module\.2\.parameters\(\): ", with_module_mark),
+    (ValueError, r"^0\.weight have hooks .* register them again", after_a_hook),
+    (
+        ValueError,
+        r"results of operators: parameters\[1\]; for these there",
+        given([torch.ones(1), torch.ones(1, requires_grad=True) * 2]),
+    ),
+    (ValueError, "expected", given(())),
+    (TypeError, "expected", given([1.0]), given("weight"), given(None)),
+    (TypeError, f"{EXPECTS}a norm of all gradients", by_rule(1.0)),
+    (
+        TypeError,
+        f"{EXPECTS}before the next one is known",
+        by_rule(tritonclip.ClipByGlobalNorm(1.0)),
+    ),
+    (TypeError, rf"{EXPECTS}write ClipByNorm\(\.\.\.\)", by_rule(ClipByNorm)),
+    (TypeError, f"{EXPECTS}got None of type NoneType", by_rule(None)),
+    (TypeError, f"{EXPECTS}got True of type bool", by_rule(True)),
+    (
+        ValueError,
+        "got 'skip'; only a ClippedOptimizer can skip",
+        by_rule(ClipByNorm(1.0), nonfinite="skip"),
+    ),
+]
+
+
+@each_refused(REFUSED)
+def test_a_refused_call_leaves_no_hook(call, error, message):
+    model = model_of()
+    with pytest.raises(error, match=message):
+        call(model)
+    loss_of(model).backward()
+    assert_bits(grads_of(model), grads_of(twin_after()))
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    """Gradients of the second process are larger."""
+    return normal((3, 5), seed=rank) * (1 + 3 * rank)
+
+
+def grads_on_each(world: int) -> list[list[Any]]:
+    """The gradients that the batches of all processes give, computed here."""
+    grads = []
+    for rank in range(world):
+        model = model_of()
+        model(batch_of(rank)).square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    return grads
+
+
+def clipped(grads: list[Any], rule: Any) -> list[Any]:
+    parameters = [torch.nn.Parameter(grad) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.clone()
+    tritonclip.clip_(parameters, rule)
+    return [p.grad for p in parameters]
+
+
+def average(lists: list[list[Any]]) -> list[Any]:
+    return [torch.stack(grads).mean(0) for grads in zip(*lists, strict=True)]
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["buckets", "bucket-views"])
+@pytest.mark.parametrize("rule", RULES)
+@in_processes(2)
+def test_ddp_averages_what_each_process_has_clipped(rule, views):
+    model = model_of()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    clip_on_backward_(model.parameters(), rule)
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=not views)
+        ddp(batch_of(dist.get_rank())).square().mean().backward()
+    expected = average([clipped(grads, rule) for grads in grads_on_each(2)])
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@in_processes(2)
+def test_fully_sharded_gradients_are_clipped_after_their_average(rule):
+    model = model_of()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    clip_on_backward_(model, rule)
+    model(batch_of(dist.get_rank())).square().mean().backward()
+    expected = clipped(average(grads_on_each(2)), rule)
+    torch.testing.assert_close([p.grad.full_tensor() for p in model.parameters()], expected)
+
+
+@in_processes(2)
+def test_ddp_is_warned_of():
+    ddp = DistributedDataParallel(model_of())
+    for module in (ddp, torch.nn.Sequential(ddp)):
+        with pytest.warns(UserWarning, match="averages gradients after they have arrived"):
+            clip_on_backward_(module, ClipByNorm(1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip_on_backward_(ddp.parameters(), ClipByNorm(1.0))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "original"])
+@in_processes(2)
+def test_fsdp1_is_refused(use_orig_params):
+    """It would call no hook of original parameters."""
+    module = FullyShardedDataParallel(
+        model_of(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+    with pytest.raises(TypeError, match="those of FullyShardedDataParallel, which accumulates"):
+        clip_on_backward_(module, ClipByNorm(1.0))
