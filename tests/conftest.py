@@ -6,8 +6,6 @@ tensors, and torch and triton on CUDA tensors where there is a GPU), and one und
 the ``backend`` fixture.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import itertools

@@ -3,8 +3,6 @@
 Lists, layouts, rules and options are drawn; helpers.clips has the reference.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

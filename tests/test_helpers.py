@@ -1,7 +1,5 @@
 """Work that hangs ends its test; a thinned product of parameters holds every combination."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """A graph may be captured on a GPU that is not the current one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model moves after calls: torch.utils.swap_tensors refuses tensors that have weak references."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

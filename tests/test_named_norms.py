@@ -1,7 +1,5 @@
 """By name, of each gradient or of groups: norms, largest magnitudes and shares of zeros."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What calls, rules, wrappers and scalers refuse: the error, its message, and nothing changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

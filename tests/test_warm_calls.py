@@ -3,8 +3,6 @@
 They are counted in a new process, because they depend on what of torch is imported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

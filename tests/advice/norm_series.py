@@ -1,7 +1,5 @@
 """The norms of a run for the suggestion of a limit: with spikes, and with a drift."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Searches of a limit by `find_max_norm` on a linear model and batches with outliers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator
 from typing import Any

@@ -1,7 +1,5 @@
 """`find_max_norm` tries limits on the user's training, and says which is best."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The figure of a run: what is in it, and that it is drawn where there is little to draw."""
 
-from __future__ import annotations
-
 import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace

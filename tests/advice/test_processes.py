@@ -1,7 +1,5 @@
 """`find_max_norm` in several processes: one decision on all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 norms come from histories of every kind.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Trials of `find_max_norm` begin anew from their seed, end in time, and name what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The loops of `native/` on an ARM processor: cross-compiled, and run by QEMU."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

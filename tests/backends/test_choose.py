@@ -1,7 +1,5 @@
 """Which backend serves a call, how it is asked for, and what is said where it cannot serve."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

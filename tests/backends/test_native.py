@@ -1,7 +1,5 @@
 """The loops of `native/`, and what they refuse: every dtype, length and order, in both forms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from ctypes import c_float

@@ -3,8 +3,6 @@
 By unit: the arguments of the loops, in both forms, and calls on whole lists.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

@@ -1,7 +1,5 @@
 """The torch backend on a CPU: norms of every magnitude, products of every half value, clamps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

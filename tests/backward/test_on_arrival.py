@@ -3,8 +3,6 @@
 Over several processes that is before DDP's average, and after FSDP2's.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """Calls take turns, and each hands its samples over."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

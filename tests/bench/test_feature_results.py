@@ -1,7 +1,5 @@
 """Features beside other loops, and whole training steps: all results are right."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

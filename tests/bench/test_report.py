@@ -1,7 +1,5 @@
 """The report says what the rows say, and refuses rows of a run that failed or was cut off."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pytest bench` measures in turn, checks, writes, compares and ends well."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples are taken in turn, each round with every call once."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

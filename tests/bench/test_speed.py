@@ -1,7 +1,5 @@
 """Cases of speed: every provider clips right, a wrong result is not timed, and figures follow."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 

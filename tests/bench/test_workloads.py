@@ -1,7 +1,5 @@
 """Gradient lists have published sizes, are equal on every run, and plans measure all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gradients that still carry a loss scale: measured, unscaled and clipped in the same passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

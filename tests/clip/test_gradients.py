@@ -4,8 +4,6 @@ Those of a module come in torch's order, and marks on modules are refused; `clip
 tensors themselves.
 """
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

@@ -1,7 +1,5 @@
 """Strides, gaps and alignment: views are clipped where they lie, and nothing beside them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ the profiler: also inside operators, which a dispatch mode would not see, and to
 the resident size of a process is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

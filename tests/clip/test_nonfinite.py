@@ -1,7 +1,5 @@
 """The three policies for NaN and inf, for each of the three rules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The norm of a call: right to the tolerance of its dtype, whatever the values, sizes and types."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients whose memory is gone, which may end the process, and what looks like a refused one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What gradients become in cases that random lists do not meet, and with which bits every time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sparse COO gradients: coalesced, then clipped by their values; the dense gradient is truth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The four functions with torch's signatures, against torch.nn.utils on the same inputs."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

@@ -3,8 +3,6 @@
 Each test first shows torch's behaviour where it can, so that a torch that changes is noticed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import utils

@@ -1,7 +1,5 @@
 """An in-place write is visible to autograd, and a call that only reads or refuses is not."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

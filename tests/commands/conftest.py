@@ -1,7 +1,5 @@
 """Files of norms, and a command that runs in this process."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The log of calls under `patch_torch`: turns, norms both ways, and what the report says."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """`python -m tritonclip`: the help, wrong usage, and what an import of the package imports."""
 
-from __future__ import annotations
-
 import pytest
 
 import tritonclip

@@ -1,7 +1,5 @@
 """`python -m tritonclip find MODULE:NAME`: what is printed."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

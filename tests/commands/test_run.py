@@ -1,7 +1,5 @@
 """`python -m tritonclip run SCRIPT`: as Python runs it, clipped by tritonclip, with a report."""
 
-from __future__ import annotations
-
 import atexit
 import re
 import shutil

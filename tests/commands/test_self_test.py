@@ -1,7 +1,5 @@
 """``python -m tritonclip`` reports what is installed and whether it computes right."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m tritonclip suggest FILE` and `plot FILE`: what they print, and how bad input ends."""
 
-from __future__ import annotations
-
 import math
 import random
 

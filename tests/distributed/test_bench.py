@@ -1,7 +1,5 @@
 """The benchmark of several processes: figures of every layout, ours right by one collective."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import test_distributed as bench

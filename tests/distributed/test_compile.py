@@ -1,7 +1,5 @@
 """Lists over several processes in a compiled region: the graph breaks, the result is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

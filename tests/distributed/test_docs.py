@@ -1,7 +1,5 @@
 """The Python of docs/distributed.md runs as it stands, in four processes, and clips rightly."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FullyShardedDataParallel: flat parameters are plain tensors, of which the group is to be said."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

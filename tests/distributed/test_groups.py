@@ -1,7 +1,5 @@
 """Processes that no DTensor names: pipeline stages, Megatron's shards, experts, tied weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 A layout that is remembered serves no list that is laid out otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 from unittest import mock

@@ -1,7 +1,5 @@
 """A group of one process clips as no group does: scripts are tried out on one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

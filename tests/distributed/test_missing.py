@@ -1,7 +1,5 @@
 """Processes that lack gradients, parts of a sum or parameters take part: nobody waits in vain."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Real models under every parallelism of torch: the norm, and training as in one process."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """NaN and inf in one process: every process decides alike, and names the same gradients."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

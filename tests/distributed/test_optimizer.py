@@ -1,7 +1,5 @@
 """ClippedOptimizer and scalers over sharded models: every process takes or skips a step alike."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

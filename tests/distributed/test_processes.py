@@ -1,7 +1,5 @@
 """The tests in several processes fail where they should, and leave no process behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Norms by name and histories of gradients that lie over several processes."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How the numbers travel: on a device of the group, and by how many collectives."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls that all processes refuse, or one of them: every process raises, and nobody waits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Steps and closures that one process refuses: every process raises, nobody waits."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable

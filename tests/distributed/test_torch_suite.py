@@ -5,8 +5,6 @@ with a replicated model, count all-reduces, and look at every gradient afterward
 the norm.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Clipping by unit on meshes: rows are whole, and every process agrees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

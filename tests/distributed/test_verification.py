@@ -1,7 +1,5 @@
 """verify() over several processes: right calls pass; wrong ones and those that differ do not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

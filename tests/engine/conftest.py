@@ -1,7 +1,5 @@
 """Plans under both kinds of guards, the lists that they were built for, and verbs to break."""
 
-from __future__ import annotations
-
 import pytest
 
 from tritonclip.backends.torch import TorchBatch

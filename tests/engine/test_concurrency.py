@@ -3,8 +3,6 @@
 All lists of a test have equal shapes, so that they share whatever is kept between calls.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import signal

@@ -3,8 +3,6 @@
 Each test clips the same parameters in a context and outside of it, in both orders.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -4,8 +4,6 @@ An interrupt in the middle of writing leaves some gradients clipped and others n
 large one, or by value, some elements. Nothing else is left of the call: later ones are right.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from functools import partial

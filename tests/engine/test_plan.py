@@ -3,8 +3,6 @@
 Only one group of gradients is clipped directly, and all of several have every norm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import runpy

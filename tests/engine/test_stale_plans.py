@@ -4,8 +4,6 @@ Each step changes a list of parameters in one of the ways that a cache could ove
 compares the norm and every byte of all memory, old gradients and gaps included, with the reference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -3,8 +3,6 @@
 torch checks that operator itself, and it adds little to a call.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

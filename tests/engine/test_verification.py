@@ -1,7 +1,5 @@
 """Verification passes what is right, and says where and by how much a kernel is wrong."""
 
-from __future__ import annotations
-
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor

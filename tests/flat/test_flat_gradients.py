@@ -4,8 +4,6 @@ The truth is `tests/helpers/reference.py` on copies of the gradients, and the sa
 gradients of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

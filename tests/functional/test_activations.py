@@ -1,7 +1,5 @@
 """``clip_backward``: a view whose gradient is clipped by the functions of ``functional``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

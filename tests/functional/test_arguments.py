@@ -1,7 +1,5 @@
 """Nested structures keep their form; arguments that have no meaning are refused, with a remedy."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable

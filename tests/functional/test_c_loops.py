@@ -1,7 +1,5 @@
 """Plain tensors, which the loops in C read and clip in one call, against the other ways."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from functools import partial

@@ -4,8 +4,6 @@ On a limit the derivative is the mean of both sides, which is what a central dif
 to; a second one does not exist there, and the mean of both sides is compared with formulas.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A functional training loop equals the in-place one to rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.func import functional_call, grad

@@ -1,7 +1,5 @@
 """clip_per_example: each example by its norm, one sum over the batch, norms [B]."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Under torch.vmap, torch.func, torch.compile and autocast calls give what plain calls give."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

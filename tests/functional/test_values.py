@@ -1,7 +1,5 @@
 """Every function gives the values of its formula, in new memory, on every backend."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

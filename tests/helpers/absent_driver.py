@@ -4,8 +4,6 @@ what they hand over. Run as a program, because Triton links itself to the first 
     python -m helpers.absent_driver FOLDER float32 bfloat16
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,8 +1,6 @@
 """A GPU that is not there, for Triton's JIT: kernels compile, and launches reach a driver that does
 nothing."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A plan that belongs to another list reads or writes beside the gradients: the no
 other elements, or guard bytes change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

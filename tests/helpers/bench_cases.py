@@ -1,7 +1,5 @@
 """Gradient lists, a comparison and ways to run that tests of the benchmarks share."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Verbs of a backend that give wrong results, for tests of `verify`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

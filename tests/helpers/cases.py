@@ -1,7 +1,5 @@
 """What the tests run on: dtypes, sizes, rules, and the few lines that every test file needs."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

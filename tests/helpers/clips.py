@@ -5,8 +5,6 @@ number is compared bit for bit with the formula, from the norm that the call mea
 other rules are those of NumPy in float64, and equal to a tolerance.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -4,8 +4,6 @@ Most faults show in one value, or in two that meet. `make test` runs the cases t
 `covering(strength)` chooses, and `nox -s exhaustive` the rest of the product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """A small real task for tests of training loops: handwritten digits, and a loop written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 

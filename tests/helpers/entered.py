@@ -1,7 +1,5 @@
 """The functions of the library that a call enters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

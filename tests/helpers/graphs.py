@@ -1,7 +1,5 @@
 """Compiled graphs and CUDA graphs of calls, and the marks of tests that compile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any

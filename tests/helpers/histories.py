@@ -3,8 +3,6 @@
 What is NaN, inf or 0 enters no history here either: the papers' codes do not say so.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Steps under a loss scale, and the same steps without one, clipped by hand in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

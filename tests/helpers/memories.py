@@ -1,7 +1,5 @@
 """Rules that remember, beside references that do, and steps left out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

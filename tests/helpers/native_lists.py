@@ -1,7 +1,5 @@
 """Lists of gradients for the loops of `native/`, which take addresses."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from contextlib import contextmanager

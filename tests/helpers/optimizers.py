@@ -1,7 +1,5 @@
 """Every optimizer of torch.optim, and its training by a wrapper or with clip_ by hand."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from copy import deepcopy

@@ -9,8 +9,6 @@ traceback. A process that dies or hangs ends the test within a minute, with the 
 hangs, and takes the others with it; the next test spawns new ones.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib.util
 import inspect

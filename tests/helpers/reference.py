@@ -5,8 +5,6 @@ one, so float64 values of 1e200 and 1e-200 come out right too. The scaling and t
 formulas of the documentation, written down once more in plain PyTorch, and compared bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The body of every test of a refusal: the error, its message, and that nothing has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Refusals of one process: bad gradients, and what every process has to do then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

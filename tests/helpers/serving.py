@@ -1,7 +1,5 @@
 """How CPU tensors are served: by plans made anew, and as tensors of other devices are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Gradients over several processes: models, the truth about them, and the checks of every test."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Training under a wrapper: parameters, gradients, the wrapped optimizers and their state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A small transformer, and how it is spread over processes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,7 +1,5 @@
 """Clipping by unit: the paper's formula in NumPy and float64, and parameters to try it on."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Work in threads, in forks and in a new process of Python."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Functions in C that are called with one wrong argument, in a process that a fault may end."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from contextlib import suppress

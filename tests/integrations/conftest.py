@@ -1,7 +1,5 @@
 """Statistics that are read on the host, and recorders that wrappers are given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A small language model of Hugging Face, texts for it, and arguments of a quiet Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning's Trainer with nothing on screen, its log, its checkpoints, and marks of tests."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

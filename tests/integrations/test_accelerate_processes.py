@@ -1,7 +1,5 @@
 """Accelerate with FSDP on gloo, as far as it goes: it leaves FSDP out on a CPU, unless forced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

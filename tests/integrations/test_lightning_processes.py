@@ -1,7 +1,5 @@
 """Lightning on gloo: ModelParallelStrategy with FSDP2 inside, and FSDPStrategy with FSDP1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ClippedOptimizer in the training stack of torch: every LR scheduler, SWA and EMA."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`patch_torch`: who calls tritonclip, what torch still serves, and that all is put back."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

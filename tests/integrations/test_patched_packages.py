@@ -4,8 +4,6 @@
 torchtune 0.6.1 and torchtitan 0.3.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

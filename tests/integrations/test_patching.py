@@ -3,8 +3,6 @@
 Not reached: FSDP1's method, DeepSpeed and Megatron, which have functions of their own.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

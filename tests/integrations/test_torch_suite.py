@@ -6,8 +6,6 @@ test_clip_grad_norm_multi_device, which needs two GPUs. Those of FSDP2 are in
 tests/distributed/test_torch_suite.py.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the integrations log of a clipped optimizer, and what they say without their packages."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """What public trainers do around a call on gloo, with the functions of torch or with ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

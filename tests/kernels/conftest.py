@@ -1,7 +1,5 @@
 """Launches that are noted, and a number of multiprocessors, which a CPU does not have."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

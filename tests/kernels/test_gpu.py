@@ -1,7 +1,5 @@
 """What only a GPU can show: no sync, graphs, streams, offsets over 2**31, several devices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

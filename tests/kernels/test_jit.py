@@ -4,8 +4,6 @@ Ahead-of-time compilation spells out types and options by hand; this lets the JI
 Triton derive them from the verbs' real arguments, for an H100 that is not there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

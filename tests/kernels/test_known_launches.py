@@ -3,8 +3,6 @@
 No driver is here: a function of this process takes its place, or a library that does nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

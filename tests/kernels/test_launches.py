@@ -4,8 +4,6 @@ Every launch goes through one function: here it is wrapped in one that remembers
 sizes and addresses alone, so those of gradients too large for this machine are checked too.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """How many kernels a call by unit launches, and what the tables of rows say that reach them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which list a call is on: lists that stay, grow, are replaced, or are new at every call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

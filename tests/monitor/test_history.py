@@ -1,7 +1,5 @@
 """Files of a run, from a recorder or from elsewhere; files that are none say what to do."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis

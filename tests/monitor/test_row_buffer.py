@@ -1,7 +1,5 @@
 """Rows reach the host without making the training loop wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Counts of steps are numbers where the host decides, else a tensor that the device adds to.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math

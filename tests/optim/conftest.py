@@ -1,7 +1,5 @@
 """Optimizers, rules and GradScalers that most tests of this folder run with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

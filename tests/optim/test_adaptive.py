@@ -1,7 +1,5 @@
 """Rules that follow the norms of earlier steps under a wrapper: in its memory and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

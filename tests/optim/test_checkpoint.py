@@ -4,8 +4,6 @@ One process, in a group of processes where a test says so; the truth is the run 
 interrupted.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Iterator

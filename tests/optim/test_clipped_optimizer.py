@@ -1,7 +1,5 @@
 """ClippedOptimizer as an optimizer: with every one of torch.optim, as clip_ and the bare one."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

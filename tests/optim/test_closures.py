@@ -1,7 +1,5 @@
 """Closures: without a loss, and of optimizers that do something before they evaluate one."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from weakref import ref
 

@@ -1,7 +1,5 @@
 """The wrapper inside torch.compile: clipping runs as it is, the wrapped optimizer is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

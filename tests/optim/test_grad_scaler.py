@@ -5,8 +5,6 @@ in float64, the bare optimizer stepped where they are finite, the scale kept by 
 the step and lower the scale. Some calls are refused for a wrapper, or after a step that raised.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import partial

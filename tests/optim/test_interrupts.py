@@ -6,8 +6,6 @@ loss scale may have been divided out of them, and else clipped once more. Interr
 the wrapper and of GradScaler, not that of the wrapped optimizer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

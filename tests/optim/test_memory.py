@@ -1,7 +1,5 @@
 """The memory of rules under a wrapper: it follows parameters, not their positions."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -3,8 +3,6 @@
 Also where a closure has a loss that is not finite, and which steps wait for a device to know.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which rule holds for which parameter, what it measures, statistics, and names in errors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

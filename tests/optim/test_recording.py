@@ -1,7 +1,5 @@
 """A wrapper with a recorder: every step in the file, with the norms of each parameter."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ recorders, checkpoints and copies. What the wrapped optimizer makes of gradients
 makes of the same ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Steps that are skipped: because of outliers among norms and losses, and how many in a row."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Checkpoints of ClippedOptimizer, those of the bare one and statistics; and copies of it."""
 
-from __future__ import annotations
-
 import math
 from copy import copy, deepcopy
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """ClippedOptimizer with a rule by unit: steps, statistics, scalers, policies and copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

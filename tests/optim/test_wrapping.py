@@ -1,7 +1,5 @@
 """ClippedOptimizer in front of another optimizer: hooks of both, methods and attributes."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from copy import copy

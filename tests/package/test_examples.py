@@ -1,7 +1,5 @@
 """The examples train, report and refuse bad arguments; `make demo` ends with their results."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

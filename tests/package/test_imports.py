@@ -1,7 +1,5 @@
 """Imports between the files of the library go one way, those within functions and for types too."""
 
-from __future__ import annotations
-
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """Every public name has an example, and every name of another library has a match."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib

@@ -4,8 +4,6 @@ A reader copies one block and runs it, after the set-up at the top of its page w
 so does a test of each block. The blocks of a page also run one after the other.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

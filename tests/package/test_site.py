@@ -3,8 +3,6 @@
 With `TRITONCLIP_SCREENSHOTS=FOLDER` each page is also drawn into that folder.
 """
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

@@ -1,7 +1,5 @@
 """Limits that follow the norms of earlier calls: beside references, and at bad norms."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

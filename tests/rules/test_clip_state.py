@@ -1,7 +1,5 @@
 """The state of rules that follow earlier norms: saved, loaded, copied, and refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -3,8 +3,6 @@
 A limit may be a tensor: on any device, for all gradients or one for each.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules check their arguments on construction, and are plain frozen values."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io
