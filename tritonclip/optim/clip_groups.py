@@ -117,19 +117,19 @@ class Grouping:
 
     def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
         self.rule, self.processes = rule, processes
-        self._optimizer, self._plans = optimizer, PlanCache()
+        self.optimizer, self._plans = optimizer, PlanCache()
         # As they were read last.
         self._own_rules: OwnRules = rules_of(optimizer.param_groups)
 
     @property
     def groups(self) -> Groups:
         """The parameter groups."""
-        return self._optimizer.param_groups
+        return self.optimizer.param_groups
 
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 device: torch.device = parameter.device
                 return device
@@ -166,7 +166,7 @@ class Grouping:
         If it `covers_all`, gradients without a rule are the last. The error is that of a group
         whose rule is none: rules are those of before, and the step has to be refused.
         """
-        groups, processes, refusal = self._optimizer.param_groups, self.processes, None
+        groups, processes, refusal = self.optimizer.param_groups, self.processes, None
         if self._own_rules or True in ["clip" in group for group in groups]:
             try:
                 self._own_rules = rules_of(groups)

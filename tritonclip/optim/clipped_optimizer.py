@@ -15,7 +15,7 @@ from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, as_recorder, saved_steps
 from tritonclip.monitor.stats import ClipStats
-from tritonclip.optim.amp import ScalerSide, ScalerState, step_unless
+from tritonclip.optim.amp import ScalerSide
 from tritonclip.optim.checkpoint import (
     begin_,
     drop_loaded_,
@@ -50,7 +50,7 @@ from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.optim.wrapping import check_optimizer, of_rule
+from tritonclip.optim.wrapping import check_optimizer, of_rule, step_unless
 from tritonclip.rules import Outlier, Rule, as_rule
 from tritonclip.rules.arguments import saved_count
 
@@ -181,7 +181,6 @@ class ClippedOptimizer(ScalerSide):
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group)
-        self._scaler = ScalerState()
         # A step began to divide gradients by a loss scale, and has not updated the parameters; the
         # gradients, where it failed.
         self._is_divided = False
@@ -297,14 +296,14 @@ class ClippedOptimizer(ScalerSide):
                 :func:`clip_`.
             TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.
         """
-        optimizer, scaler = self.optimizer, self._scaler
+        optimizer = self.optimizer
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
         try:
             if self._optimizer_step_pre_hooks:
                 args, kwargs = self._before_step(args, kwargs)
                 closure, grad_scale = _arguments(*args[1:], **kwargs)
-            if grad_scale is not None or scaler.grad_scale is not None:
+            if grad_scale is not None or self._handed_scale is not None:
                 grad_scale = self._loss_scale(grad_scale, closure)
             result, step = None, None
             if closure is not None or isinstance(optimizer, LBFGS):
@@ -332,7 +331,7 @@ class ClippedOptimizer(ScalerSide):
             return result
         except BaseException:
             # It takes back only from a success what it hands over.
-            scaler.clear()
+            self._take_back()
             if self._is_divided and not self._divided:
                 self._divided = [ref(grad) for grad in self._grads()]
             raise
@@ -341,7 +340,7 @@ class ClippedOptimizer(ScalerSide):
     def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
         """The loss scale of a step: its argument, or that of a GradScaler."""
         try:
-            return self._scaler.scale_with(grad_scale)
+            return self._scale_with(grad_scale)
         except (TypeError, ValueError, RuntimeError) as error:
             if closure is None:
                 # For other processes, which measure under a scale.
@@ -381,18 +380,17 @@ class ClippedOptimizer(ScalerSide):
         is_judged_only: bool = False,
     ) -> Step:
         """Measures and judges a step, and clips it unless the host leaves it out."""
-        scaler = self._scaler
         if makes_state:
             has_shards = self._grouping.processes is not None
             makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
         # A GradScaler may have had the step measured, or even judged. Hooks run after that, and may
         # have changed anything.
-        step, scaler.step = scaler.step, None
+        step, self._measured = self._measured, None
         if step is None or (self._optimizer_step_pre_hooks and not is_judged_only):
             step = self._measure(grad_scale, is_recorded=not makes_state)
         if not step.is_judged:
-            overflow = scaler.found_inf is not None and scaler.overflow
-            step.judge(overflow, self._decides_on_device)
+            found_inf = self.found_inf
+            step.judge(found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else False)
         if step.verdict.left_out is not True and not is_judged_only:
             if step.policy.raises and not step.verdict.left_out:
                 step.raise_if_nonfinite()
@@ -419,7 +417,7 @@ class ClippedOptimizer(ScalerSide):
         if self._is_divided and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         # Under a GradScaler, a step that is not finite is an overflow.
-        overflow = check_finite or self._scaler.found_inf
+        overflow = check_finite or self.found_inf
         check_finite = check_finite or policy.checks
         clip_groups, of_rules = grouping.divide(covers_all=check_finite or grad_scale is not None)
         refusal = refusal or of_rules

@@ -7,7 +7,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonclip.optim.amp import takes_found_inf
+from tritonclip.optim.amp import share_state_
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 
 
@@ -53,11 +53,11 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a second call before `update`, also of the optimizer inside.
         """
         if self._enabled and isinstance(optimizer, ClippedOptimizer):
-            if optimizer._scaler.on_device is not None:
+            if optimizer._is_under_ours:
                 # Called by `step`.
                 self._check_inf_per_device(optimizer)
                 return
-            self._share_state(optimizer)
+            share_state_(self, optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -73,18 +73,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        self._share_state(optimizer)
         try:
-            optimizer._scaler.on_device = takes_found_inf(optimizer.optimizer)
+            optimizer._is_under_ours = True
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._scaler.on_device = None
-            optimizer._scaler.step = None
-
-    def _share_state(self, wrapper: ClippedOptimizer) -> None:
-        """Keeps one state for a wrapper and the wrapped optimizer: they have the same gradients."""
-        states = self._per_optimizer_states
-        states[id(wrapper)] = states[id(wrapper.optimizer)]
+            optimizer._is_under_ours = False
+            optimizer._measured = None
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

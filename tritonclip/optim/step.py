@@ -6,7 +6,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
+from tritonclip.optim.wrapping import takes_found_inf
 from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
@@ -250,7 +251,7 @@ class Step:
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
-    def judge(self, overflow: Flag, decides_on_device: Callable[[], bool]) -> None:
+    def judge(self, overflow: Flag) -> None:
         """Finds the verdict on a measured step; waits for the device where it does not decide.
 
         `overflow` is that of a GradScaler. The policy or the test for outliers may skip the step.
@@ -267,7 +268,7 @@ class Step:
             # An overflow is the GradScaler's.
             overflow, skip = (overflow, False) if overflow else (False, True)
         verdict = Verdict(either(overflow, skip), overflow, skip)
-        if isinstance(verdict.left_out, Tensor) and not decides_on_device():
+        if isinstance(verdict.left_out, Tensor) and not takes_found_inf(self.grouping.optimizer):
             verdict = verdict.read()
         self.verdict = verdict
 

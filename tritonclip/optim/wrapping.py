@@ -6,8 +6,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
@@ -140,3 +141,32 @@ def of_rule(name: str) -> property:
         )
 
     return property(refuse, refuse)
+
+
+def takes_scaling(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler hands scale and overflow to its `step`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the device can make it leave out an update."""
+    groups = optimizer.param_groups
+    if not (takes_scaling(optimizer) and all(group.get("fused") for group in groups)):
+        return False
+    # torch fills momentum buffers at the first update only, but takes them for filled after a
+    # first one that did not happen.
+    return not isinstance(optimizer, SGD) or not any(
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in groups
+        if group["momentum"]
+        for p in group["params"]
+    )
+
+
+def step_unless(optimizer: Any, stop: Tensor) -> Any:
+    """A step that updates nothing where `stop`, on the device, is true."""
+    try:
+        optimizer.found_inf = stop.to(torch.float32)
+        return optimizer.step()
+    finally:
+        vars(optimizer).pop("found_inf", None)
