@@ -39,14 +39,13 @@ from tritonclip.optim.closures import (
     refuse_judging,
     step_evaluating,
 )
-from tritonclip.optim.outliers import as_loss, as_skip_bound
 from tritonclip.optim.param_groups import (
     check_group,
     refuse_differentiable,
     unclipped_in,
 )
 from tritonclip.optim.refusals import StepNonfinite, policy_of
-from tritonclip.optim.states import RuleStates
+from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
@@ -529,7 +528,6 @@ class ClippedOptimizer(ScalerSide):
         # In the object that users have.
         vars(self.stats).update(vars(stats))
         self._states = states
-        states.resume(self._grouping.groups)
         self._watch.forget()
         if self.recorder is not None and recorded is not None:
             self.recorder.load_state_dict(recorded)
@@ -568,13 +566,11 @@ class ClippedOptimizer(ScalerSide):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        states = self._states.copy(self.optimizer.param_groups)
-        states.steps = self._states.steps
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self.nonfinite,
-            "memory": states,
+            "memory": self._states,
             "max_consecutive_skips": self.max_consecutive_skips,
             "stats": self.stats,
             "unclipped": unclipped_in(self.optimizer.param_groups),
@@ -598,7 +594,6 @@ class ClippedOptimizer(ScalerSide):
         )
         self._watch = SkipWatch(state["max_consecutive_skips"])
         self.stats, self._states = state["stats"], states
-        states.resume(optimizer.param_groups)
 
     def __repr__(self) -> str:
         above = "" if self.skip_above is None else f"skip_above={self.skip_above}, "

@@ -1,31 +1,94 @@
-"""States of rules whose limit changes from step to step, and of the test for outliers."""
+"""What a wrapper remembers between steps: states of its rules, and of its test for outliers.
+
+Outliers are norms and losses over a limit, which may follow those of earlier steps.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import c_float
+from functools import lru_cache
+from numbers import Real
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonclip.monitor.stats import Flag
+from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.monitor.stats import Flag, either
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
-from tritonclip.optim.outliers import Judged, as_skip_bound, judge, tests_of
 from tritonclip.optim.param_groups import Groups, key_of
-from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
+from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
+from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive, kind_of
 
 # More numbers than these are a tensor in a checkpoint.
 _FEW = 16
+# The keys of the states of the test for outliers.
+_OUTLIERS, _LOSSES = "outliers", "losses"
+# States of tests, and their values after a step.
+Judged = Sequence[tuple[ClipState, "Tensor | list[float]"]]
+
+
+def as_skip_bound(skip_above: object) -> float | Outlier | None:
+    """The user's `skip_above`."""
+    if skip_above is None or isinstance(skip_above, Outlier):
+        return skip_above
+    try:
+        bound = as_limit("skip_above", skip_above)
+    except TypeError:
+        remedy = ""
+        if isinstance(skip_above, type) and issubclass(skip_above, Outlier):
+            remedy = f", the class; write {skip_above.__name__}()"
+        raise TypeError(
+            "skip_above must be a number (the largest norm that is not skipped), an Outlier or "
+            f"None, got {skip_above!r:.80}{remedy}"
+        ) from None
+    if bound == 0:
+        raise ValueError(
+            "skip_above must be over 0, got 0, above which every norm lies, so that every step "
+            "would be skipped; expected None to skip none"
+        )
+    return bound
+
+
+def as_loss(loss: object) -> float | Tensor | None:
+    """The user's `loss`, without its graph."""
+    if loss is None:
+        return None
+    if isinstance(loss, Real) and not isinstance(loss, bool):
+        return float(loss)
+    got = type(loss).__name__
+    if isinstance(loss, Tensor) and not hasattr(loss, "full_tensor"):
+        if loss.is_floating_point() and loss.dim() == 0:
+            # A copy: a running sum may be reset before the step.
+            return loss.detach().clone()
+        got = f"shape {tuple(loss.shape)} of {loss.dtype}"
+    raise TypeError(
+        f"loss must be a floating-point tensor without dimensions, or a number, got {got}; "
+        "expected the mean over the batch, of a DTensor loss.full_tensor()"
+    )
+
+
+def _tests_of(skip_above: float | Outlier | None) -> dict[str, Outlier]:
+    """The tests that remember something, by the keys of their states."""
+    if not isinstance(skip_above, Outlier):
+        return {}
+    return {_OUTLIERS: skip_above, _LOSSES: _of_losses(skip_above)}
+
+
+@lru_cache(maxsize=16)
+def _of_losses(above: Outlier) -> LossOutlier:
+    """The test of losses beside one of norms."""
+    return LossOutlier(above.sigmas, above.window)
 
 
 class RuleStates:
     """What the rules of an optimizer, and its test for outliers, remember between steps.
 
-    A history follows its parameter, wherever it stands. Its position counts in checkpoints and in
-    copies only.
+    A history follows its parameter, wherever it stands. Its position counts in checkpoints only.
 
     Attributes:
         steps: calls of the optimizer's `step`.
@@ -45,12 +108,6 @@ class RuleStates:
         # order.
         self._located: list[Tensor] = []
         self._in_order = False
-
-    def resume(self, groups: Groups) -> None:
-        """Goes on with groups whose positions are those of a checkpoint or a copy."""
-        # Else it would keep parameters alive that no group has any more.
-        if self._have_rows():
-            self.locate(groups)
 
     def locate(self, groups: Groups) -> None:
         """Gives every parameter a row: its own, or a new one."""
@@ -72,9 +129,36 @@ class RuleStates:
         return BoundRule(rule.at(self.steps), self._state_of(key_of(group_index), rule), numbering)
 
     def judge(self, norm: float | Tensor, dtype: torch.dtype) -> tuple[Flag, Judged]:
-        """Whether the step to come is an outlier; see :func:`tritonclip.optim.outliers.judge`."""
-        assert self.skip_above is not None
-        return judge(self.skip_above, norm, dtype, self.loss, self._state_of)
+        """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
+
+        Norm and loss are to be remembered by `commit` of the states, if the step did not overflow.
+        `dtype` is that of a number before it was one.
+        """
+        above = self.skip_above
+        assert above is not None
+        if not isinstance(above, Outlier):
+            if isinstance(norm, float) and dtype == torch.float32:
+                # As a tensor of this dtype is compared with a number.
+                above = c_float(above).value
+            return norm > above, []
+        flag: Flag = False
+        judged: list[tuple[ClipState, Tensor | list[float]]] = []
+        for owner, test in _tests_of(above).items():
+            number: float | Tensor = norm
+            if owner == _LOSSES:
+                if self.loss is None:
+                    break
+                # Two numbers, or two tensors.
+                number = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
+            if isinstance(number, float) and type(test).advance is not Outlier.advance:
+                # A user's class, which has no formula in numbers.
+                number = torch.tensor(number, dtype=torch.float64)
+            state = self._state_of(owner, test)
+            advance: Any = state.advance if isinstance(number, Tensor) else state.advance_numbers
+            limit, values = advance(test, number)
+            judged.append((state, values))
+            flag = either(flag, number > limit)
+        return flag, judged
 
     def _state_of(self, owner: str, rule: Any) -> ClipState:
         """The state of a rule or test, begun anew where it is that of another."""
@@ -98,7 +182,7 @@ class RuleStates:
         All `rules` of the program that may remember something have a state, and the shape that it
         will have: checkpoints are loaded into a new one with the same keys and shapes.
         """
-        present: dict[str, Any] = {**rules, **tests_of(self.skip_above)}
+        present: dict[str, Any] = {**rules, **_tests_of(self.skip_above)}
         owners = [owner for owner, rule in present.items() if not getattr(rule, "fixed", False)]
         states = {**dict.fromkeys(owners, ClipState()), **self._states}
         n, rows = _n_parameters(groups), self._all_rows(groups)
@@ -114,7 +198,7 @@ class RuleStates:
 
     def owners_of_many(self, groups: Groups, rules: Mapping[str, Rule]) -> list[str]:
         """The rules that have a tensor in a checkpoint."""
-        present, n = {**rules, **tests_of(self.skip_above)}, _n_parameters(groups)
+        present, n = {**rules, **_tests_of(self.skip_above)}, _n_parameters(groups)
         return [owner for owner, rule in present.items() if _has_many(rule, n)]
 
     def _all_rows(self, groups: Groups) -> Sequence[int]:
@@ -125,11 +209,9 @@ class RuleStates:
         found, n = self.rows([p for group in groups for p in group["params"]])
         return range(n) if found is None else found
 
-    def copy(self, groups: Groups) -> RuleStates:
-        """A copy without the count of steps, for copies of groups and parameters in this order."""
-        twin, saved = RuleStates(self.skip_above), self.state_dict(groups)
-        twin._states = {owner: _copy_of(state) for owner, state in saved.items()}
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        # The rows are those of the copied parameters. The loss is of a step of this program.
+        return {**vars(self), "loss": None}
 
     def load_state_dict(self, states: object, rules: dict[str, Rule], groups: Groups) -> None:
         """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
@@ -138,18 +220,13 @@ class RuleStates:
                 "memory of a saved state must be a dict with the states of rules, got "
                 f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
             )
-        present, n = {**rules, **tests_of(self.skip_above)}, _n_parameters(groups)
+        present, n = {**rules, **_tests_of(self.skip_above)}, _n_parameters(groups)
         self._states = {
             owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()
         }
-
-
-def _copy_of(saved: dict[str, Any]) -> ClipState:
-    """A copy of a state from its `state_dict`, which no step waits to look at."""
-    state = ClipState()
-    state.load_state_dict(saved)
-    state._is_loaded = False
-    return state
+        if self._have_rows():
+            # At once: positions count in checkpoints only.
+            self.locate(groups)
 
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:

@@ -37,9 +37,8 @@ from tritonclip.optim.clip_groups import (
     global_norm_of,
     measure_requests,
 )
-from tritonclip.optim.outliers import Judged
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
-from tritonclip.optim.states import RuleStates
+from tritonclip.optim.states import Judged, RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import takes_found_inf
