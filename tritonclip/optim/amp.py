@@ -33,6 +33,7 @@ class ScalerSide(OptimizerProxy):
     stats: ClipStats
     _prepare: Callable[..., Step]
     _measure: Callable[..., Step]
+    _measure_without_grad: Callable[..., Step]
     found_inf: Any = None
     # The loss scale that a scaler hands over.
     _handed_scale: Any = None
@@ -75,18 +76,26 @@ class ScalerSide(OptimizerProxy):
                 f"optimizer.grad_scale = {scale!r:.40}"
             )
 
-    def _scale_with(self, grad_scale: object) -> Tensor | float | None:
+    @torch.compiler.disable
+    def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
         """The loss scale of this step: that of a scaler, or the argument of `step`; not both."""
-        self._refuse_set_by_hand()
-        if grad_scale is None:
-            scale: Tensor | float | None = self._handed_scale
-            return scale
-        if self._handed_scale is not None or isinstance(self.found_inf, Tensor):
-            raise RuntimeError(
-                "grad_scale was given to a step of a GradScaler, which hands over a loss scale; "
-                "expected one of the two: scaler.step(optimizer), or optimizer.step(grad_scale=...)"
-            )
-        return as_grad_scale(grad_scale)
+        try:
+            self._refuse_set_by_hand()
+            if grad_scale is None:
+                scale: Tensor | float | None = self._handed_scale
+                return scale
+            if self._handed_scale is not None or isinstance(self.found_inf, Tensor):
+                raise RuntimeError(
+                    "grad_scale was given to a step of a GradScaler, which hands over a loss "
+                    "scale; expected one of the two: scaler.step(optimizer), or "
+                    "optimizer.step(grad_scale=...)"
+                )
+            return as_grad_scale(grad_scale)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if closure is None:
+                # For other processes, which measure under a scale.
+                self._measure_without_grad(1.0, refusal=error)
+            raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.engine.arguments import FSDP_MARK
-from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.clip_groups import Groups
 from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import RULE_CLASSES
 from tritonclip.rules.state import dtype_on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -30,26 +30,13 @@ from tritonclip.optim.checkpoint import (
     with_present_rules,
     without_rules,
 )
-from tritonclip.optim.clip_groups import Grouping
-from tritonclip.optim.closures import (
-    CLOSURE_UNDER_SCALER,
-    NO_LOSS_FOR_LBFGS,
-    Closure,
-    evaluate,
-    refuse_judging,
-    step_evaluating,
-)
-from tritonclip.optim.param_groups import (
-    check_group,
-    refuse_differentiable,
-    unclipped_in,
-)
+from tritonclip.optim.clip_groups import Grouping, check_group, refuse_differentiable, unclipped_in
+from tritonclip.optim.closures import Closure, refuse_judging, take_closure
 from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
-from tritonclip.optim.step import Step
-from tritonclip.optim.step_record import StepRecord
+from tritonclip.optim.step import Step, StepRecord
 from tritonclip.optim.watches import SkipWatch
-from tritonclip.optim.wrapping import check_optimizer, of_rule, step_unless
+from tritonclip.optim.wrapping import check_optimizer, step_unless
 from tritonclip.rules import Outlier, Rule, as_rule
 from tritonclip.rules.arguments import saved_count
 
@@ -151,8 +138,6 @@ class ClippedOptimizer(ScalerSide):
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
     """
 
-    max_norm = of_rule("max_norm")
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -210,6 +195,15 @@ class ClippedOptimizer(ScalerSide):
     @clip.setter
     def clip(self, clip: float | Rule) -> None:
         self._grouping.rule = as_rule("clip", clip)
+
+    def _refuse_max_norm(self, *_: object) -> NoReturn:
+        # An optimizer has none: set here, it would change nothing.
+        raise AttributeError(
+            f"max_norm belongs to a rule; expected optimizer.clip, which is {self.clip}, and may "
+            "be replaced by a number or a rule"
+        )
+
+    max_norm = property(_refuse_max_norm, _refuse_max_norm)
 
     @property
     def nonfinite(self) -> str:
@@ -306,7 +300,14 @@ class ClippedOptimizer(ScalerSide):
                 grad_scale = self._loss_scale(grad_scale, closure)
             result, step = None, None
             if closure is not None or isinstance(optimizer, LBFGS):
-                result, step = self._evaluate(closure, grad_scale)
+                measure = partial(self._measure_without_grad, grad_scale)
+                result, step = take_closure(
+                    optimizer,
+                    closure,
+                    measure,
+                    judges=self._policy.checks or self.skip_above is not None,
+                    under_scaler=isinstance(self.found_inf, Tensor),
+                )
             if step is None:
                 # `torch.distributed.checkpoint` makes state by a step that is none of the training.
                 makes_state = not (torch.is_grad_enabled() or optimizer.state)
@@ -334,40 +335,6 @@ class ClippedOptimizer(ScalerSide):
             if self._is_divided and not self._divided:
                 self._divided = [ref(grad) for grad in self._grads()]
             raise
-
-    @torch.compiler.disable
-    def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
-        """The loss scale of a step: its argument, or that of a GradScaler."""
-        try:
-            return self._scale_with(grad_scale)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if closure is None:
-                # For other processes, which measure under a scale.
-                self._measure_without_grad(1.0, refusal=error)
-            raise
-
-    @torch.compiler.disable(recursive=False)
-    def _evaluate(
-        self, closure: Closure | None, grad_scale: Tensor | float | None
-    ) -> tuple[Any, Step | None]:
-        """Evaluates a closure for its result; the step, too, if the wrapped optimizer took it."""
-        optimizer = self.optimizer
-        if closure is None:
-            # Other processes do not get this: they have begun to evaluate their closures, and the
-            # collectives of their models wait for this process first.
-            raise TypeError(NO_LOSS_FOR_LBFGS)
-        if isinstance(closure, Tensor):
-            raise TypeError(
-                "step takes a closure, a function that computes the loss, got a tensor; "
-                "expected step(), after optimizer.loss = loss where a loss is to be judged"
-            )
-        if isinstance(self.found_inf, Tensor):
-            raise RuntimeError(CLOSURE_UNDER_SCALER)
-        measure = partial(self._measure_without_grad, grad_scale)
-        if not (self._policy.checks or self.skip_above is not None):
-            return step_evaluating(optimizer, closure, measure)
-        # Before the wrapped optimizer could do it, while nothing has changed yet.
-        return evaluate(closure, optimizer, measure), None
 
     @torch.compiler.disable
     @without_grad

@@ -21,11 +21,7 @@ _NO_LOSS = (
     "the closure computed gradients and returned None; expected the loss: end it with "
     "`return loss`, after loss.backward(). Nothing was clipped or updated"
 )
-CLOSURE_UNDER_SCALER = (
-    "a closure computes gradients after the GradScaler looked at them; expected "
-    "scaler.step(optimizer) without one: call backward first"
-)
-NO_LOSS_FOR_LBFGS = (
+_NO_LOSS_FOR_LBFGS = (
     "LBFGS needs a closure that evaluates the model, calls backward and returns the loss; expected "
     "step(closure), got none, or one that returned None. Nothing was clipped or updated"
 )
@@ -45,13 +41,40 @@ def refuse_judging(inner: Optimizer, policy: Policy, skip_above: object) -> None
         )
 
 
-def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure) -> tuple[Any, Step]:
+@torch.compiler.disable(recursive=False)
+def take_closure(
+    inner: Optimizer, closure: Closure | None, measure: Measure, *, judges: bool, under_scaler: bool
+) -> tuple[Any, Step | None]:
+    """Evaluates a closure for its result; also returns the step, if the wrapped optimizer took it.
+
+    It does not take a step that the wrapper `judges` first, while nothing has changed yet.
+    """
+    if closure is None:
+        # Other processes do not get this: they have begun to evaluate their closures, and the
+        # collectives of their models wait for this process first.
+        raise TypeError(_NO_LOSS_FOR_LBFGS)
+    if isinstance(closure, Tensor):
+        raise TypeError(
+            "step takes a closure, a function that computes the loss, got a tensor; "
+            "expected step(), after optimizer.loss = loss where a loss is to be judged"
+        )
+    if under_scaler:
+        raise RuntimeError(
+            "a closure computes gradients after the GradScaler looked at them; expected "
+            "scaler.step(optimizer) without one: call backward first"
+        )
+    if judges:
+        return _evaluate(closure, inner, measure), None
+    return _step_evaluating(inner, closure, measure)
+
+
+def _step_evaluating(inner: Optimizer, closure: Closure, measure: Measure) -> tuple[Any, Step]:
     """Clips after each evaluation; returns the result of the step, and the step to count."""
     counted: Step | None = None
 
     def evaluate_and_clip() -> Any:
         nonlocal counted
-        loss = evaluate(closure, inner, measure)
+        loss = _evaluate(closure, inner, measure)
         step = measure()
         _clip_(step)
         if counted is None:
@@ -85,7 +108,7 @@ def _merged(earlier: Outcomes, later: Outcomes) -> Outcomes:
     return merged
 
 
-def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
+def _evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """The loss; None of a closure that leaves gradients alone. Any other None is refused."""
     groups = inner.param_groups
     before = [
@@ -103,7 +126,7 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
         if any(there.get(id(grad)) != _version_of(grad) for grad in grads):
             measure(refusal=TypeError(_NO_LOSS))
         elif isinstance(inner, LBFGS):
-            measure(refusal=TypeError(NO_LOSS_FOR_LBFGS))
+            measure(refusal=TypeError(_NO_LOSS_FOR_LBFGS))
     return loss
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.monitor.stats import Flag, either
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
-from tritonclip.optim.param_groups import Groups, key_of
+from tritonclip.optim.clip_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive, kind_of

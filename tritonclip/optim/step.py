@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.backends import choose
 from tritonclip.distributed.agreement import (
     agree,
     describe_parameters,
@@ -26,24 +27,107 @@ from tritonclip.distributed.process_groups import domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.execute import ask_limits, limit_of
 from tritonclip.engine.norms import measure
+from tritonclip.messages import warn_user
+from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import TAKEN, ClipStats, Flag, Outcomes, Verdict, either
+from tritonclip.named_norms import NamedNorms
 from tritonclip.optim.clip_groups import (
     EACH_NORM,
     TWO_NORM,
     UNBOUNDED,
+    UNLIMITED,
     ClipGroup,
     Grouping,
     NormRequest,
     global_norm_of,
+    key_of,
     measure_requests,
 )
 from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import Judged, RuleStates
-from tritonclip.optim.step_record import StepRecord
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import takes_found_inf
 from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
+
+
+class StepRecord:
+    """The norms of a step for its recorder, before clipping; refused before anything is written.
+
+    They are those of all gradients, of groups with a rule, and of each parameter, which takes one
+    more reading of the gradients.
+
+    Attributes:
+        refusal: of gradients without norms by name, if other processes have to get it.
+        clip_groups: to be measured with those of the step, where other processes have shards.
+    """
+
+    def __init__(self, recorder: Recorder, grouping: Grouping) -> None:
+        self.refusal: Exception | None = None
+        self.clip_groups: list[ClipGroup] = []
+        self._recorder = recorder
+        # The gradients that have norms by name.
+        self._named: NamedNorms | None = None
+        # The norm of all, and those by name, in the order of the recorder's names.
+        self._norms: list[float | Tensor | None] = []
+        if not recorder.each:
+            return
+        try:
+            parameters = [p for group in grouping.groups for p in group["params"]]
+            self._named = NamedNorms(parameters, names=grouping.names())
+        except (TypeError, ValueError, RuntimeError) as error:
+            # Other processes have to get it.
+            if grouping.processes is None:
+                raise
+            self.refusal = error
+            return
+        group = ClipGroup(self._named.gradients, UNLIMITED, unclipped=True)
+        if group.is_spread:
+            self.clip_groups.append(group)
+
+    def check(self, clip_groups: Sequence[ClipGroup]) -> None:
+        """Refuses a recorder that cannot take the step, of these clip groups."""
+        names = [key_of(g.index) for g in clip_groups if g.index is not None and g.has_norm]
+        if self._named is not None:
+            names += self._named.names
+        # Those of the recorder first: of parameters frozen since nothing is known.
+        self._recorder.prepare(tuple(dict.fromkeys([*(self._recorder.names or ()), *names])))
+
+    def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
+        """Takes the norms of a step that is measured, and not written yet."""
+        norms: dict[str, float | Tensor] = {
+            key_of(group.index): group.norm() for group in clip_groups if group.has_norm
+        }
+        norm = norms.pop(key_of(None), None)
+        if norm is None:
+            # By value, and where every group has a rule, no rule of the wrapper measures a norm.
+            norm, _ = global_norm_of(clip_groups, grad_scale)
+        if (named := self._named) is not None:
+            if self.clip_groups:
+                each = self.clip_groups[0].others[EACH_NORM].norm_here()
+            else:
+                each = named.measure(2.0, grad_scale)
+            if choose.host_decides(each.device):
+                norms |= named.numbers_by_name(each.tolist(), 2.0)
+            else:
+                norms |= named.by_name(each, 2.0)
+        self._norms = [norm, *map(norms.get, self._recorder.names or ())]
+
+    def add(self, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None) -> None:
+        """Records the step."""
+        recorder = self._recorder
+        result = None if left_out is True else outcomes.get(None)
+        coefficient, limit = (None, None) if result is None else (result.coefficient, result.limit)
+        norm, *norms = self._norms
+        try:
+            recorder.append_([norm, coefficient, limit, left_out, loss, *norms])
+        except OSError as error:
+            # The step is taken: training goes on. Later warnings of the same text are not shown.
+            warn_user(
+                f"the recorder of {recorder.path} could not write: {error}. Training goes on, and "
+                "the rows are kept for the next flush",
+                RuntimeWarning,
+            )
 
 
 @dataclass(eq=False)

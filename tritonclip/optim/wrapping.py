@@ -131,18 +131,6 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def of_rule(name: str) -> property:
-    """A number of a rule, which an optimizer has not: set there, it would change nothing."""
-
-    def refuse(optimizer: Any, *_: object) -> None:
-        raise AttributeError(
-            f"{name} belongs to a rule; expected optimizer.clip, which is {optimizer.clip}, and "
-            "may be replaced by a number or a rule"
-        )
-
-    return property(refuse, refuse)
-
-
 def takes_scaling(optimizer: Optimizer) -> bool:
     """Whether a GradScaler hands scale and overflow to its `step`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
