@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.advice.series import EPS, moves, two_digits
+from tritonclip.advice.series import EPS, FALLS, fall_of, two_digits
 from tritonclip.advice.trials import Training, Trial, kept_random_states
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.rules import Rule
-from tritonclip.rules.arguments import as_count, as_number
+from tritonclip.rules.arguments import as_count, as_limit, as_number
 
 Clip = float | Rule
 # Of a candidate, by position of the seed.
@@ -40,8 +40,6 @@ _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 _FIRST_NORMS = 20
 # How many limits and rules are tried with the second seed, and with each other one.
 _KEPT = 5, 4
-# The last part of a trial, which judges it.
-_JUDGED = 0.25
 # Losses within so many standard errors of the lowest are not distinguishable from it.
 _ERRORS = 1.0
 # A gain over no limit that is less than this share of the loss is none; and the share of a gain
@@ -254,21 +252,8 @@ def _spares(clip: Clip, none: Trial) -> bool:
     return bool(none.norms.max() + EPS <= clip)
 
 
-def _ending(trial: Trial) -> Tensor:
-    """The losses that judge a trial: of its last steps, or on held-out batches."""
-    if trial.diverged or trial.held_out is not None:
-        loss = math.inf if trial.held_out is None else trial.held_out
-        return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
-    return trial.losses[-max(math.ceil(_JUDGED * len(trial.losses)), 1) :]
-
-
-def _judged(trial: Trial) -> float:
-    """The loss at the end of a trial; inf where it diverged."""
-    return float(_ending(trial).median())
-
-
 def _mean(trials: Trials) -> float:
-    return statistics.fmean(map(_judged, trials.values()))
+    return statistics.fmean(trial.loss for trial in trials.values())
 
 
 def _excesses(trials: Trials, others: Trials) -> list[float]:
@@ -277,7 +262,7 @@ def _excesses(trials: Trials, others: Trials) -> list[float]:
     Step by step, because trials of a seed have the same batches; and as shares, because among
     losses that explode those of one seed would drown those of all others.
     """
-    return [_share(_ending(trials[i]), _ending(others[i])) for i in trials]
+    return [_share(trials[i].ending, others[i].ending) for i in trials]
 
 
 def _above(last: dict[Clip, Trials]) -> dict[Clip, float]:
@@ -417,7 +402,7 @@ def find_max_norm(
     refuse_tracer()
     chosen, clips = _checked_seeds(seeds), _checked_clips(limits, rules)
     n = _FIRST_STEPS if steps is None else as_count("steps", steps, 4)
-    end, spent, found = monotonic() + as_number("seconds", seconds), 0, None
+    end, spent, found = monotonic() + as_limit("seconds", seconds), 0, None
     training = Training(train)
     while True:
         begun = monotonic()
@@ -566,7 +551,7 @@ def _candidate(clip: Clip, steps: int, seeds: list[int], trials: Trials) -> Cand
     if not isinstance(clip, Rule) and len(norms):
         share = float((norms > clip).double().mean())
         scale = float((clip / norms).clamp(max=1.0).median())
-    losses = tuple(map(_judged, trials.values()))
+    losses = tuple(trial.loss for trial in trials.values())
     return Candidate(clip, steps, tuple(seeds[i] for i in trials), losses, share, scale)
 
 
@@ -620,8 +605,9 @@ def _reason(
 def _on_length(trials: list[Trial], steps: int) -> str:
     """A sentence on trials of one seed in whose first part nothing happens; "" for others."""
     n, first = len(trials), max(steps // _FIRST_PART, min(steps, _FEWEST))
+    parts = [trial.losses[:first] for trial in trials]
     n_telling = sum(
-        not trial.losses[:first].isfinite().all() or moves(trial.losses[:first]) for trial in trials
+        not part.isfinite().all() or abs(fall_of(part)[0] - 0.5) >= FALLS - 0.5 for part in parts
     )
     if n_telling >= _LEAST_TELLING * n:
         return ""

@@ -30,11 +30,8 @@ _SECTIONS, _LEAST_SECTION = 12, 20
 # A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
 _ORDINARY = 3.0
 # A loss falls clearly if so many pairs of an early and a late one say so: half of them do by
-# chance. It falls in its noise if their share is so many standard errors above a half (the rank
-# test of Mann and Whitney, 1947): few, since it is worse to blame a healthy run than to spare
-# another. On synthetic losses of 19 kinds a test of the trend over the whole run, by Mann and
-# Kendall, missed most of those that fall early and then stay.
-_FALLS, _LEAST_ERRORS = 0.9, 1.0
+# chance.
+FALLS = 0.9
 # A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
 _SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
 # The 95% quantile of a normal distribution is this many interquartile ranges above its median.
@@ -128,27 +125,18 @@ def least_equal(limit: float) -> float:
     return limit - 1e-5 * limit - min(EPS, 1e-3 * limit)
 
 
-def falls(losses: Tensor) -> bool:
-    """Whether losses fall clearly."""
-    return _share_that_falls(losses) >= _FALLS
+def fall_of(losses: Tensor) -> tuple[float, float]:
+    """The share of the pairs of an early and a late loss whose late one is lower, and its error.
 
-
-def falls_in_noise(losses: Tensor) -> bool:
-    """Whether losses fall by more than chance explains, if not clearly."""
-    n, m = map(len, ends(losses))
-    return _share_that_falls(losses) - 0.5 >= _LEAST_ERRORS * math.sqrt((n + m + 1) / (12 * n * m))
-
-
-def moves(losses: Tensor) -> bool:
-    """Whether losses fall or rise clearly."""
-    return abs(_share_that_falls(losses) - 0.5) >= _FALLS - 0.5
-
-
-def _share_that_falls(losses: Tensor) -> float:
-    """The share of the pairs of an early and a late loss whose late one is lower; ties are half."""
+    Ties are half. The error is the standard error of the half that chance alone gives (Mann and
+    Whitney, 1947). On synthetic losses of 19 kinds a test of the trend over the whole run, by Mann
+    and Kendall, missed most of those that fall early and then stay.
+    """
     early, late = ends(losses)
     changes = late - early[:, None]
-    return float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
+    share = float((changes < 0).double().mean() + (changes == 0).double().mean() / 2)
+    n, m = len(early), len(late)
+    return share, math.sqrt((n + m + 1) / (12 * n * m))
 
 
 def ends(losses: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _TRAIN = (
     "expected a generator function train(clip), which makes its model, optimizer and data, calls "
     "clip(model.parameters()) before each optimizer.step() and yields the loss of each step"
 )
+# The last part of a trial, which judges it.
+_JUDGED = 0.25
 # Gradients of one norm are the same if their largest magnitudes differ by less.
 _SAME = 1e-3
 # Trials begin alike if their first norms differ by less, as those of atomic additions on a GPU do.
@@ -56,6 +59,19 @@ class Trial:
     def diverged(self) -> bool:
         """Whether the last loss is NaN or inf."""
         return not math.isfinite(float(self.losses[-1]))
+
+    @cached_property
+    def ending(self) -> Tensor:
+        """The losses that judge it: of its last steps, or on held-out batches; 1-d float64."""
+        if self.held_out is None and not self.diverged:
+            return self.losses[-max(math.ceil(_JUDGED * len(self.losses)), 1) :]
+        loss = math.inf if self.held_out is None else self.held_out
+        return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
+
+    @cached_property
+    def loss(self) -> float:
+        """The loss at the end; inf where it diverged."""
+        return float(self.ending.median())
 
 
 class Training:
@@ -107,7 +123,14 @@ class Training:
             self.learning_rate = clipping.learning_rate
         if len(trial.norms) and not isinstance(clip, Rule):
             norm = float(trial.norms[0])
-            _refuse_another_begin(seed, self._first_norms.setdefault(seed, norm), norm)
+            before = self._first_norms.setdefault(seed, norm)
+            if math.isfinite(before) and not math.isclose(before, norm, rel_tol=_ALIKE):
+                raise ValueError(
+                    f"the first gradients of two trials with seed {seed} have the norms "
+                    f"{before:.7g} and {norm:.7g}, so that trials differ in more than the limit; "
+                    "expected a train that makes everything anew: model, DataLoader, generators, "
+                    "and copies of data that a step changes"
+                )
         if clip == math.inf:
             _refuse_second_clip(_numbers(clipping.taken))
         return trial
@@ -228,17 +251,6 @@ def _norm_and_largest(tensors: list[Tensor]) -> Tensor:
     """Global norm and largest magnitude of gradients."""
     norms = clip_(tensors, math.inf), clip_(tensors, ClipByGlobalNorm(math.inf, math.inf))
     return torch.stack(norms)
-
-
-def _refuse_another_begin(seed: int, before: float, norm: float) -> None:
-    """Refuses trials that differ before their first update, in more than the limit."""
-    if math.isfinite(before) and not math.isclose(before, norm, rel_tol=_ALIKE):
-        raise ValueError(
-            f"the first gradients of two trials with seed {seed} have the norms {before:.7g} and "
-            f"{norm:.7g}, so that trials differ in more than the limit; expected a train that "
-            "makes everything anew: model, DataLoader, generators, and copies of data that a step "
-            "changes"
-        )
 
 
 def _refuse_second_clip(taken: Tensor) -> None:
