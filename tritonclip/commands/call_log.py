@@ -28,7 +28,7 @@ from tritonclip import torch_compat
 from tritonclip.integrations.patching import Call, original_of
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
-from tritonclip.monitor.gradient_lists import GradientList, GradientLists
+from tritonclip.monitor.gradient_lists import GradientLists
 
 # The functions that return the norm of what they get.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
@@ -77,9 +77,6 @@ class _List:
     walls: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=_MOST), deque(maxlen=_MOST))
     )
-    # The time outside of clipping since the last call on the list.
-    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
-    outside: float | None = None
     # Largest, of the norms, relative; inf where only one of them is finite.
     difference: float | None = None
 
@@ -93,6 +90,17 @@ class _List:
         if self.n_served[is_ours] and wall is not None:
             self.walls[is_ours].append(wall)
         self.n_served[is_ours] += 1
+
+    def total(self, is_ours: bool) -> tuple[float, float, float]:
+        """The time of all calls by one function, by the median, and its bounds at 95%.
+
+        Order statistics, by the normal limit of the binomial distribution.
+        """
+        ordered, n = sorted(self.walls[is_ours]), len(self.walls[is_ours])
+        low = max(int(n / 2 - math.sqrt(n)), 0)
+        of_one = ordered[low], statistics.median(ordered), ordered[n - 1 - low]
+        least, middle, most = (self.n_calls * time for time in of_one)
+        return least, middle, most
 
     def add_difference(self, a: float, b: float) -> None:
         """Keeps the largest difference of two norms."""
@@ -141,18 +149,8 @@ class CallLog:
         if self._left:
             # Less than 0 where calls of threads overlap.
             self._outside += max(arrived - self._left, 0) / 1e3
-        return self._in_turn(call, tensors)
-
-    def _in_turn(
-        self, call: Call, tensors: Sequence[Tensor]
-    ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
-        device = tensors[0].device
-        found = self._found.find(_given_to(call) or tensors)
-        calls = self._list_of(call, found, tensors)
+        calls = self._list_of(call, tensors)
         calls.n_calls += 1
-        if calls.outside is not None:
-            calls.gaps.append(self._outside - calls.outside)
-        calls.outside = self._outside
         n = self._turn_of(call, tensors)
         is_ours = n * _GOLDEN % 1 < 0.5
         other = None
@@ -172,8 +170,9 @@ class CallLog:
         self._left = start = perf_counter_ns()
         return call.ours if is_ours else call.original, done
 
-    def _list_of(self, call: Call, found: GradientList | None, tensors: Sequence[Tensor]) -> _List:
+    def _list_of(self, call: Call, tensors: Sequence[Tensor]) -> _List:
         """The times of a list by a function; lists whose members change are one for a function."""
+        found = self._found.find(_given_to(call) or tensors)
         device, changes = tensors[0].device, found is None or found.changes
         key = (call.name, call.arguments.get("norm_type"), device, None if changes else found)
         if key not in self._lists:
@@ -189,7 +188,7 @@ class CallLog:
             call.arguments.get("norm_type"),
             sorted(str(mesh.mesh.tolist()) for mesh in meshes.values()),
         ]
-        if not meshes and self._is_one_of_many():
+        if not meshes and max(self._n_launched, _world_size()) > 1:
             # Maybe replicas, which have equal gradients: those of a list that one process has alone
             # differ from them.
             limit = call.arguments.get("max_norm", call.arguments.get("clip_value"))
@@ -200,19 +199,12 @@ class CallLog:
         self._turns[number] += 1
         return number + self._turns[number]
 
-    def _is_one_of_many(self) -> bool:
-        distributed = torch.distributed
-        is_initialized = distributed.is_available() and distributed.is_initialized()
-        return self._n_launched > 1 or (is_initialized and distributed.get_world_size() > 1)
-
     def _find_objection(self) -> str | None:
         """Why torch has to serve all calls: replicas have to be clipped alike."""
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return None
-        self._is_decided = True
+        n = _world_size()
+        self._is_decided = n > 0
         # Also in a fork, which has the patch: the other processes may be no forks.
-        if (n := distributed.get_world_size()) <= self._n_launched:
+        if n <= self._n_launched:
             return None
         text = (
             f"the script started its other {n - 1} of {n} processes itself, which clip by torch's "
@@ -241,13 +233,15 @@ class CallLog:
         return "\n".join(lines)
 
     def _comparison(self) -> list[str]:
-        judged = sorted((c for c in self._lists.values() if c.is_judged), key=_total, reverse=True)
+        judged = [calls for calls in self._lists.values() if calls.is_judged]
+        judged.sort(key=lambda calls: -calls.total(False)[1])
         if not judged:
             return [
                 f"too few calls to compare; expected {_LEAST} or more that are timed by each "
                 "function, some 12 on the same gradients"
             ]
-        lines = [line for calls in judged[:_MOST_LISTS] for line in _lines(calls)]
+        whole = [self._outside + _sum(judged, i)[1] for i in (False, True)]
+        lines = [line for calls in judged[:_MOST_LISTS] for line in _lines(calls, whole)]
         if (more := len(judged) - _MOST_LISTS) > 0:
             lines.append(f"and {more} lists of gradients that take less time")
         if (more := len(self._lists) - len(judged)) > 0:
@@ -303,24 +297,24 @@ def _tensors_of(call: Call) -> list[Tensor] | None:
     return [x.grad for x in given if x.grad is not None]
 
 
-def _sample(tensors: Sequence[Tensor]) -> list[float]:
+def _sample(tensors: Sequence[Tensor]) -> list[Any]:
     """Some elements of a list, which differ from step to step."""
-    found: list[float] = []
+    found: list[Any] = []
     try:
-        for tensor in {
-            id(t): t for t in (tensors[0], tensors[len(tensors) // 2], tensors[-1])
-        }.values():
+        for tensor in tensors[:: max(1, len(tensors) // 2)]:
             flat = tensor.detach().flatten()
-            taken = flat[:: max(1, len(flat) // _SAMPLED)]
-            found += (
-                torch.view_as_real(taken.resolve_conj()).flatten().tolist()
-                if taken.is_complex()
-                else taken.tolist()
-            )
-    except (RuntimeError, NotImplementedError):
+            found += flat[:: max(1, len(flat) // _SAMPLED)].tolist()
+    except RuntimeError:
         # Not of sparse gradients, for example, on any of the replicas.
         return []
     return found
+
+
+def _world_size() -> int:
+    """The number of processes; 0 where torch.distributed is not initialized."""
+    distributed = torch.distributed
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_initialized else 0
 
 
 def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
@@ -350,30 +344,17 @@ def _number(norm: Any) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def _total(calls: _List) -> float:
-    return calls.n_calls * statistics.median(calls.walls[0])
+def _sum(lists: Sequence[_List], is_ours: bool) -> list[float]:
+    """The totals of several lists."""
+    return [sum(times) for times in zip(*(calls.total(is_ours) for calls in lists), strict=True)]
 
 
-def _shares(calls: _List) -> list[float]:
-    """Of a call in the time from one to the next: by torch, by tritonclip."""
-    # The mean, to which the long gap of an evaluation belongs.
-    gap = statistics.fmean(calls.gaps)
-    medians = [statistics.median(walls) for walls in calls.walls]
-    return [median / (median + gap) for median in medians]
-
-
-def _interval(walls: Sequence[float]) -> tuple[float, float]:
-    """Of the median, at 95%: order statistics, by the normal limit of the binomial distribution."""
-    ordered, n = sorted(walls), len(walls)
-    low = max(int(n / 2 - math.sqrt(n)), 0)
-    return ordered[low], ordered[n - 1 - low]
-
-
-def _lines(calls: _List) -> list[str]:
-    """The calls on one list of gradients."""
+def _lines(calls: _List, whole: Sequence[float]) -> list[str]:
+    """The calls on one list of gradients; `whole`: the time of the run by each function."""
     times = []
-    for walls, share in zip(calls.walls, _shares(calls), strict=True):
+    for i, walls in enumerate(calls.walls):
         low, middle, high = map(_time_text, statistics.quantiles(walls, n=4))
+        share = calls.total(i > 0)[1] / whole[i]
         times.append(f"{middle} ({low} to {high}), {share:.1%} of the time")
     torchs, ours = map(statistics.median, calls.walls)
     ratio = f"  {torchs / ours:.2f}x"
@@ -392,22 +373,15 @@ def _lines(calls: _List) -> list[str]:
 
 def _verdict(lists: Sequence[_List], outside: float) -> str:
     """Whether tritonclip helps the speed of this run; `outside`: its time beside clipping."""
-    torchs, ours, least, most = 0.0, 0.0, [0.0, 0.0], [0.0, 0.0]
     n_calls = sum(calls.n_calls for calls in lists)
-    for calls in lists:
-        torchs += calls.n_calls * statistics.median(calls.walls[0])
-        ours += calls.n_calls * statistics.median(calls.walls[1])
-        for i, walls in enumerate(calls.walls):
-            low, high = _interval(walls)
-            least[i] += calls.n_calls * low
-            most[i] += calls.n_calls * high
+    (low, torchs, high), (least, ours, most) = (_sum(lists, i) for i in (False, True))
     saved, ratio = (torchs - ours) / (torchs + outside), torchs / ours
     text = (
         f"a call takes {_time_text(ours / n_calls)} in place of {_time_text(torchs / n_calls)}"
-        f"{' in the mean of the lists' if len(lists) > 1 else ''}"
+        f"{' in the mean of the lists' * (len(lists) > 1)}"
     )
     again = "Run for more steps, or on a machine that does nothing else."
-    if max(least) <= min(most):
+    if low <= most and least <= high:
         if abs(ratio - 1) < _SAME:
             return (
                 f"It is not clear whether tritonclip helps: both take about the same time. {again}"

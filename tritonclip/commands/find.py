@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import operator
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +25,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rules", metavar="MODULE:NAME", help="a list of rules, which compete with limits"
     )
-    command.add_argument(
-        "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
-    )
-    command.add_argument("--steps", type=at_least(4), default=200, help="of a trial (200)")
+    command.add_argument("--limits", type=float, nargs="+", metavar="LIMIT", help="those to try")
+    command.add_argument("--steps", type=int, default=200, help="of a trial (200)")
     command.add_argument(
         "--seconds",
-        type=_positive,
+        type=float,
         help="in place of --steps: 200, and three times as many again and again, while these are "
         "too few to tell and so many seconds are not over",
     )
-    command.add_argument("--seeds", type=at_least(1), default=3, help="how many (3)")
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Reads a whole number."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
-        return int(text)
-
-    return number
+    command.add_argument("--seeds", type=int, default=3, help="how many (3)")
 
 
 def main(chosen: argparse.Namespace) -> int:
@@ -78,7 +53,14 @@ def main(chosen: argparse.Namespace) -> int:
         print("Interrupted before a limit was tried: there is no answer yet.", file=sys.stderr)
         return 130
     except (Exception, SystemExit) as error:
-        return _fail(error)
+        text = str(error)
+        if not is_own(error):
+            traceback.print_exception(error)
+            text = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            text += '; what a script does belongs under if __name__ == "__main__":'
+        print(f"Error: {text}", file=sys.stderr)
+        return 1
     print(found)
     return 0
 
@@ -109,15 +91,3 @@ def _object_of(target: str) -> Any:
         ) from None
     # pkgutil.resolve_name would refuse a file like train-gpt.py.
     return operator.attrgetter(name)(found)
-
-
-def _fail(error: BaseException) -> int:
-    """Prints an error; with its traceback where it is not of the library itself."""
-    text = str(error)
-    if not is_own(error):
-        traceback.print_exception(error)
-        text = f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        text += '; what a script does belongs under if __name__ == "__main__":'
-    print(f"Error: {text}", file=sys.stderr)
-    return 1

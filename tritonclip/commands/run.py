@@ -108,9 +108,13 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     process, stderr, failed = os.getpid(), sys.stderr, True
 
     def end() -> None:
-        # A fork that the script made may end here, too.
-        if os.getpid() != process:
-            return
+        # A fork that the script made may end here, too. Trouble is not the script's, such as
+        # builtins that it has changed.
+        with contextlib.suppress(Exception):
+            if os.getpid() == process:
+                finish()
+
+    def finish() -> None:
         patch.remove()
         unwatch()
         if recorder is not None:
@@ -123,16 +127,17 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         lines = f"tritonclip run: {report}".splitlines()
         if started:
             # Where no call was seen, the likely reason stands before all others.
-            lines.insert(len(lines) if log.counts else 1, _not_patched(started))
+            at = len(lines) if log.counts else 1
+            lines.insert(at, _NOT_PATCHED.format(join_names(started, 4)))
         if forked and not log.counts:
-            lines.insert(1, _not_counted(forked))
+            lines.insert(1, _NOT_COUNTED.format(join_names(forked, 4)))
         if recorder is not None:
             command = f"norms are in {file}: python -m tritonclip suggest {file}"
             lines.append(command if recorder.steps else "no norm was recorded")
         _say(stderr, lines)
 
     # Runs after all threads, and after the functions that the script registers.
-    atexit.register(_quietly(end))
+    atexit.register(end)
     if recorder is not None and is_first:
         _flush_at_sigterm(recorder)
     try:
@@ -142,16 +147,6 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         failed = not (error.code is None or (isinstance(error.code, int) and error.code == 0))
         raise
     return 0
-
-
-def _quietly(work: Callable[[], None]) -> Callable[[], None]:
-    """Work whose trouble is not the script's, such as builtins that the script has changed."""
-
-    def do() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    return do
 
 
 def _say(stderr: Any, lines: Sequence[str]) -> None:
@@ -239,17 +234,12 @@ def _note_processes(*names: str) -> tuple[list[str], list[str]]:
     return started, forked
 
 
-def _not_counted(forked: Sequence[str]) -> str:
-    return f"not counted: calls in forks of the script ({join_names(forked, 4)}), which are patched"
-
-
-def _not_patched(started: Sequence[str]) -> str:
-    return (
-        f"not patched: processes that the script started ({join_names(started, 4)}),"
-        " in which torch clips. Start replicas by torchrun -m tritonclip run in their place; in "
-        "other processes that train call tritonclip.patch_torch(), in the first cell of a notebook "
-        "%load_ext tritonclip"
-    )
+_NOT_COUNTED = "not counted: calls in forks of the script ({}), which are patched"
+_NOT_PATCHED = (
+    "not patched: processes that the script started ({}), in which torch clips. Start replicas by "
+    "torchrun -m tritonclip run in their place; in other processes that train call "
+    "tritonclip.patch_torch(), in the first cell of a notebook %load_ext tritonclip"
+)
 
 
 # Programs that run modules by an option, and modules that are such programs.

@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tritonclip.commands.find import at_least
-
 # The number of lists that are shown.
 _MOST_LISTS = 6
 
@@ -32,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--warmup",
-        type=at_least(0),
+        type=_whole_number,
         metavar="STEPS",
         help="steps to leave out at the start; found by default",
     )
@@ -41,6 +39,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NUMBER",
         help="one list of parameters of the run, by its number or whole name",
     )
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return int(text)
 
 
 def main(chosen: argparse.Namespace) -> int:
@@ -85,7 +89,9 @@ def _print(suggestion: Suggestion) -> None:
     judged = f"Judged by the norms of {suggestion.steps} steps"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
-    print(f"{judged}; {_left_out(suggestion)}.")
+    counts = ((suggestion.nonfinite, "NaN or inf"), (suggestion.zeros, "0"))
+    left_out = ", ".join(f"{n} that are {value}" for n, value in counts if n)
+    print(f"{judged}; {'left out: ' if left_out else 'no norm is NaN, inf or 0'}{left_out}.")
     if not math.isnan(suggestion.spike_score):
         print(f"SpikeScore: {suggestion.spike_score:.2%}")
     print(suggestion)
@@ -97,9 +103,3 @@ def _print(suggestion: Suggestion) -> None:
     elif suggestion.verdict == "drift":
         more = ", if the limit has to be fixed"
     print(f"max_norm: {limit}{more}")
-
-
-def _left_out(suggestion: Suggestion) -> str:
-    counts = ((suggestion.nonfinite, "NaN or inf"), (suggestion.zeros, "0"))
-    found = ", ".join(f"{n} that are {value}" for n, value in counts if n)
-    return f"left out: {found}" if found else "no norm is NaN, inf or 0"
