@@ -66,8 +66,7 @@ def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None
     """Copies of the norms that are remembered for an arena, by owner: "rule" and "outliers"."""
     if isinstance(arena, OptimizerArena):
         # A checkpoint would also have the numbers that a rule starts with.
-        optimizer = arena.optimizer
-        memory = optimizer._states.state_dict(optimizer.param_groups)
+        memory = arena.optimizer._states.state_dict()
         return {owner: values_of(saved) for owner, saved in memory.items()}
     return {"rule": None if state is None else values_of(state.state_dict())}
 

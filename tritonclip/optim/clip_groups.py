@@ -9,7 +9,7 @@ processes in one order everywhere, by an all-reduce each.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -24,13 +24,13 @@ from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
+from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.gradients import Gradients, collect, collect_all
 from tritonclip.engine.norms import Norms, take_part
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.modes import PLAIN
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.rules import (
-    BoundRule,
     ClipByGlobalNorm,
     ClipByValue,
     Norm,
@@ -109,13 +109,13 @@ def label_at(groups: Groups, indices: Sequence[int], position: int) -> str:
     return label_of_member(groups, index, position)
 
 
-def unclipped_in(groups: Groups) -> list[tuple[int, int]]:
-    """The parameters that have `need_clip = False`: (group, position)."""
+def unclipped_in(groups: Groups, without_rule: Container[int] = ()) -> list[tuple[int, int]]:
+    """The parameters of groups `without_rule`, or with `need_clip = False`: (group, position)."""
     return [
         (number, position)
         for number, group in enumerate(groups)
         for position, parameter in enumerate(group["params"])
-        if not getattr(parameter, "need_clip", True)
+        if number in without_rule or not needs_clip(parameter)
     ]
 
 
@@ -129,7 +129,6 @@ class ClipGroup:
         norms: before clipping, as the rule measures them.
         others: norms for other readers: the 2-norm, where `norms` are of another order; those of
             each gradient.
-        bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
     gradients: Gradients
@@ -138,7 +137,6 @@ class ClipGroup:
     unclipped: bool = False
     norms: Norms | None = None
     others: dict[Norm, Norms] = field(default_factory=dict)
-    bound_rule: BoundRule | None = None
 
     @property
     def is_spread(self) -> bool:
@@ -199,6 +197,10 @@ class Grouping:
         """The parameter groups."""
         return self.optimizer.param_groups
 
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
@@ -229,7 +231,7 @@ class Grouping:
 
     def is_without_grads(self) -> bool:
         """Whether no gradient is there, and no other process waits for the norm of its own."""
-        parameters = [p for group in self.groups for p in group["params"]]
+        parameters = self.parameters()
         spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)
 
@@ -269,15 +271,11 @@ class Grouping:
             gradients = collect(parameters, label_of, processes, self._plans, device)
             clip_groups.append(ClipGroup(gradients, rule, owner))
         if covers_all:
-            unclipped = [
-                (index, i)
-                for index, group in enumerate(groups)
-                if index in own_rules and own_rules[index] is None
-                for i in range(len(group["params"]))
-            ]
             n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
+            unclipped: list[tuple[int, int]] = []
             if n_clipped < sum([len(group["params"]) for group in groups]):
-                unclipped = [*dict.fromkeys(unclipped + unclipped_in(groups))]
+                without_rule = [index for index, rule in own_rules.items() if rule is None]
+                unclipped = unclipped_in(groups, without_rule)
             clip_groups += self._unclipped(unclipped, processes)
         return clip_groups, refusal
 

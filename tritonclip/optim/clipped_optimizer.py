@@ -155,20 +155,17 @@ class ClippedOptimizer(ScalerSide):
         processes = check_processes(process_group, copies)
         drop_loaded_(optimizer)
         self._grouping = Grouping(optimizer, as_rule("max_norm", max_norm), processes)
-        states, watch = RuleStates(skip_above), SkipWatch(max_consecutive_skips)
-        self._policy = policy_of(nonfinite)
-        watch.refuse_without_skips(self._policy, skip_above)
-        refuse_judging(optimizer, self._policy, skip_above)
-        groups = optimizer.param_groups
+        self._states = RuleStates(self._grouping)
+        self._policy, self._watch = policy_of(nonfinite), SkipWatch()
+        self.skip_above = skip_above
+        self.max_consecutive_skips = max_consecutive_skips
         self.stats = ClipStats(self._grouping.device)
-        self._states, self._watch = states, watch
         self.recorder = recorder
-        for number, group in enumerate(groups):
+        for number, group in enumerate(optimizer.param_groups):
             check_group(number, group)
-        # A step began to divide gradients by a loss scale, and has not updated the parameters; the
-        # gradients, where it failed.
-        self._is_divided = False
-        self._divided: list[ref[Tensor]] = []
+        # Gradients that a step began to divide by a loss scale, and then failed; empty while one
+        # that has not updated the parameters goes on; None in all other cases.
+        self._divided: list[ref[Tensor]] | None = None
         # The wrapped optimizer has made the state that it keeps.
         self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
@@ -180,7 +177,7 @@ class ClippedOptimizer(ScalerSide):
         if not is_unflattening():
             return self.optimizer.state
         # torch loads flattened entries whose names it finds here, and no others.
-        owners = self._states.owners_of_many(self.param_groups, self._grouping.rules(anew=False))
+        owners = self._states.owners_of_many()
         return with_names(self.optimizer, owners, has_stepped=self._has_stepped)
 
     @state.setter
@@ -321,7 +318,7 @@ class ClippedOptimizer(ScalerSide):
                         updated = optimizer.step()
                     else:
                         updated = step_unless(optimizer, left_out)
-                    self._is_divided = False
+                    self._divided = None
                     result = updated if closure is None else result
             step.finish(self.stats)
             if step.verdict.left_out is not True:
@@ -332,7 +329,7 @@ class ClippedOptimizer(ScalerSide):
         except BaseException:
             # It takes back only from a success what it hands over.
             self._take_back()
-            if self._is_divided and not self._divided:
+            if self._divided == []:
                 self._divided = [ref(grad) for grad in self._grads()]
             raise
 
@@ -362,7 +359,7 @@ class ClippedOptimizer(ScalerSide):
                 step.raise_if_nonfinite()
             if step.limited:
                 step.ask_limits()
-            self._is_divided = step.is_scaled
+            self._divided = [] if step.is_scaled else None
             step.clip_()
             if makes_state:
                 outcomes = [outcome for outcome in step.outcomes.values() if outcome is not None]
@@ -380,7 +377,7 @@ class ClippedOptimizer(ScalerSide):
         """Measures a step, unless it is refused; other processes, which may wait, get the error."""
         grouping, recorder, policy = self._grouping, self._recorder, self._policy
         self.stats.follow_(grouping.device)
-        if self._is_divided and self._has_divided():
+        if self._divided is not None and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self.found_inf
@@ -392,7 +389,6 @@ class ClippedOptimizer(ScalerSide):
             record = self._record(recorder)
             refusal = refusal or (None if record is None else record.refusal)
         step = Step(
-            grouping,
             clip_groups,
             self._states,
             policy,
@@ -418,18 +414,17 @@ class ClippedOptimizer(ScalerSide):
         return None
 
     def _grads(self) -> list[Tensor]:
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p.grad for p in params if p.grad is not None]
+        return [p.grad for p in self._grouping.parameters() if p.grad is not None]
 
     def _has_divided(self) -> bool:
         """Whether gradients are left that a failed step may have divided by the loss scale.
 
         A new one is not, such as one that comes after `zero_grad` of the model.
         """
-        divided = {id(grad) for weak in self._divided if (grad := weak()) is not None}
+        divided = {id(grad) for weak in self._divided or () if (grad := weak()) is not None}
         if self._divided and divided.isdisjoint(map(id, self._grads())):
-            self._is_divided, self._divided = False, []
-        return self._is_divided
+            self._divided = None
+        return self._divided is not None
 
     # For callers that may record a graph.
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
@@ -464,7 +459,7 @@ class ClippedOptimizer(ScalerSide):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does."""
-        self._is_divided, self._divided = False, []
+        self._divided = None
         super().zero_grad(set_to_none)
 
     def _save(self) -> dict[str, Any]:
@@ -477,10 +472,7 @@ class ClippedOptimizer(ScalerSide):
         """The wrapper's own part of a checkpoint, for all rules of the program."""
         part: dict[str, Any] = self.stats.state_dict()
         part["calls"] = torch.tensor(self._states.steps, device="cpu")
-        # Rules that no step could take are no reason not to save.
-        rules = self._grouping.rules(anew=False)
-        states = self._states.for_checkpoint(self._grouping.groups, rules)
-        if states:
+        if states := self._states.for_checkpoint():
             part["memory"] = states
         if self.recorder is not None:
             part["recorder"] = self.recorder.state_dict()
@@ -507,15 +499,14 @@ class ClippedOptimizer(ScalerSide):
                 f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
             )
         part = dict(part)
-        states = RuleStates(self.skip_above)
-        grouping = self._grouping
-        states.load_state_dict(part.pop("memory", {}), grouping.rules(), grouping.groups)
+        states = RuleStates(self._grouping, self.skip_above)
+        states.load_state_dict(part.pop("memory", {}))
         states.steps = saved_count("calls", part.pop("calls", 0))
         recorded = part.pop("recorder", None)
         if recorded is not None:
             saved_steps(recorded)
         part.pop("has_state", None)
-        stats = ClipStats(grouping.device)
+        stats = ClipStats(self._grouping.device)
         stats.load_state_dict(part)
         return stats, states, recorded
 
@@ -561,6 +552,7 @@ class ClippedOptimizer(ScalerSide):
         )
         self._watch = SkipWatch(state["max_consecutive_skips"])
         self.stats, self._states = state["stats"], states
+        states.grouping = self._grouping
 
     def __repr__(self) -> str:
         above = "" if self.skip_above is None else f"skip_above={self.skip_above}, "

@@ -6,7 +6,7 @@ Outliers are norms and losses over a limit, which may follow those of earlier st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import c_float
 from functools import lru_cache
 from numbers import Real
@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.monitor.stats import Flag, either
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
-from tritonclip.optim.clip_groups import Groups, key_of
+from tritonclip.optim.clip_groups import Grouping, key_of
 from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive, kind_of
@@ -91,15 +91,16 @@ class RuleStates:
     A history follows its parameter, wherever it stands. Its position counts in checkpoints only.
 
     Attributes:
+        grouping: of the parameters and their rules.
         steps: calls of the optimizer's `step`.
         skip_above: the largest norm of a step that is not skipped, or the test for outliers.
         loss: of the step to come.
     """
 
-    def __init__(self, skip_above: object = None) -> None:
+    def __init__(self, grouping: Grouping, skip_above: float | Outlier | None = None) -> None:
+        self.grouping, self.skip_above = grouping, skip_above
         self._states: dict[str, ClipState] = {}
         self.steps = 0
-        self.skip_above = as_skip_bound(skip_above)
         self.loss: float | Tensor | None = None
         # The row of each parameter's history in every state. No weak references: torch refuses to
         # swap the contents of a parameter that has one.
@@ -109,9 +110,9 @@ class RuleStates:
         self._located: list[Tensor] = []
         self._in_order = False
 
-    def locate(self, groups: Groups) -> None:
+    def locate(self) -> None:
         """Gives every parameter a row: its own, or a new one."""
-        parameters = [p for group in groups for p in group["params"]]
+        parameters = self.grouping.parameters()
         if len(parameters) == len(self._located) and all(map(is_, parameters, self._located)):
             return
         found = [self._rows.setdefault(p, len(self._rows)) for p in parameters]
@@ -171,21 +172,20 @@ class RuleStates:
         """Whether a state has a row for each parameter."""
         return any(len(state._shape) == 2 for state in self._states.values())
 
-    def state_dict(self, groups: Groups) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now."""
-        rows = self._all_rows(groups)
+        rows = self._all_rows()
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
-    def for_checkpoint(self, groups: Groups, rules: Mapping[str, Rule]) -> dict[str, Any]:
+    def for_checkpoint(self) -> dict[str, Any]:
         """As `state_dict`, with many values as a tensor.
 
-        All `rules` of the program that may remember something have a state, and the shape that it
+        All rules of the program that may remember something have a state, and the shape that it
         will have: checkpoints are loaded into a new one with the same keys and shapes.
         """
-        present: dict[str, Any] = {**rules, **_tests_of(self.skip_above)}
+        present, n, rows = self._present(), len(self.grouping.parameters()), self._all_rows()
         owners = [owner for owner, rule in present.items() if not getattr(rule, "fixed", False)]
         states = {**dict.fromkeys(owners, ClipState()), **self._states}
-        n, rows = _n_parameters(groups), self._all_rows(groups)
         memory = {owner: state.copied(rows) for owner, state in states.items()}
         for owner, saved in memory.items():
             rule, values = present.get(owner), saved["values"]
@@ -196,37 +196,43 @@ class RuleStates:
                 saved["values"] = values if values.numel() > _FEW else values.tolist()
         return memory
 
-    def owners_of_many(self, groups: Groups, rules: Mapping[str, Rule]) -> list[str]:
+    def owners_of_many(self) -> list[str]:
         """The rules that have a tensor in a checkpoint."""
-        present, n = {**rules, **_tests_of(self.skip_above)}, _n_parameters(groups)
-        return [owner for owner, rule in present.items() if _has_many(rule, n)]
+        n = len(self.grouping.parameters())
+        return [owner for owner, rule in self._present().items() if _has_many(rule, n)]
 
-    def _all_rows(self, groups: Groups) -> Sequence[int]:
+    def _present(self, *, anew: bool = False) -> dict[str, Any]:
+        """All rules and tests of the program, by their keys; of groups as they were read last."""
+        # Rules that no step could take are no reason not to save.
+        return {**self.grouping.rules(anew=anew), **_tests_of(self.skip_above)}
+
+    def _all_rows(self) -> Sequence[int]:
         """The rows of all parameters."""
         if not self._have_rows():
             return ()
-        self.locate(groups)
-        found, n = self.rows([p for group in groups for p in group["params"]])
+        self.locate()
+        found, n = self.rows(self._located)
         return range(n) if found is None else found
 
     def __getstate__(self) -> dict[str, Any]:
-        # The rows are those of the copied parameters. The loss is of a step of this program.
-        return {**vars(self), "loss": None}
+        # The rows are those of the copied parameters. The loss is of a step of this program; the
+        # copied wrapper has a grouping of its own.
+        return {**vars(self), "grouping": None, "loss": None}
 
-    def load_state_dict(self, states: object, rules: dict[str, Rule], groups: Groups) -> None:
+    def load_state_dict(self, states: object) -> None:
         """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
         if not isinstance(states, dict):
             raise ValueError(
                 "memory of a saved state must be a dict with the states of rules, got "
                 f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
             )
-        present, n = {**rules, **_tests_of(self.skip_above)}, _n_parameters(groups)
+        present, n = self._present(anew=True), len(self.grouping.parameters())
         self._states = {
             owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()
         }
         if self._have_rows():
             # At once: positions count in checkpoints only.
-            self.locate(groups)
+            self.locate()
 
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
@@ -256,11 +262,6 @@ def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
         )
     state.begin_as(rule)
     return state
-
-
-def _n_parameters(groups: Groups) -> int:
-    """The number of all parameters."""
-    return sum(len(group["params"]) for group in groups)
 
 
 def _has_many(rule: Any, n_parameters: int) -> bool:

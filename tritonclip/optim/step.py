@@ -47,7 +47,7 @@ from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import Judged, RuleStates
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import takes_found_inf
-from tritonclip.rules import ClipByGlobalNorm, Outlier, Rule, has_user_limit
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, Outlier, Rule, has_user_limit
 from tritonclip.rules.rule import Adaptive
 
 
@@ -73,8 +73,7 @@ class StepRecord:
         if not recorder.each:
             return
         try:
-            parameters = [p for group in grouping.groups for p in group["params"]]
-            self._named = NamedNorms(parameters, names=grouping.names())
+            self._named = NamedNorms(grouping.parameters(), names=grouping.names())
         except (TypeError, ValueError, RuntimeError) as error:
             # Other processes have to get it.
             if grouping.processes is None:
@@ -137,9 +136,8 @@ class Step:
     The wrapped optimizer updates the parameters after `clip_`.
 
     Attributes:
-        grouping: that of the optimizer.
         clip_groups: into which it divides the gradients of this step.
-        states: of the rules whose limit changes from step to step.
+        states: what the wrapper remembers between steps.
         policy: for NaN and inf.
         watch: of steps that are skipped in a row.
         record: for a recorder; None without one.
@@ -155,7 +153,6 @@ class Step:
         is_counted: the step is one of the training.
     """
 
-    grouping: Grouping
     clip_groups: list[ClipGroup]
     states: RuleStates
     policy: Policy
@@ -252,8 +249,8 @@ class Step:
 
     def _verify_agreement(self, needed: Sequence[NormRequest], error: Exception | None) -> None:
         """Raises on every process where they differ in the step, or where one has an error."""
-        groups, processes = self.grouping.groups, self.grouping.processes
-        meshes = meshes_of(p for group in groups for p in group["params"])
+        grouping, processes = self.states.grouping, self.states.grouping.processes
+        meshes = meshes_of(grouping.parameters())
         if not meshes and processes is None:
             return
         above = self.states.skip_above
@@ -267,7 +264,7 @@ class Step:
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "a loss" if is_judged else "none",
         }
-        for owner, state in self.states.state_dict(groups).items():
+        for owner, state in self.states.state_dict().items():
             texts[f"the state of {owner}"] = describe_state(state)
         texts["the parameter groups with a rule"] = ", ".join(group.owner for group in spread)
         for group in spread:
@@ -305,12 +302,12 @@ class Step:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
         if group.rule.per_gradient and isinstance(group.rule, Adaptive):
-            self.states.locate(self.grouping.groups)
+            self.states.locate()
         parameters = group.gradients.sources
         assert parameters is not None
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
         rows = partial(self.states.rows, parameters)
-        group.rule = group.bound_rule = self.states.bind(group.index, group.rule, rows)
+        group.rule = self.states.bind(group.index, group.rule, rows)
         return group.rule
 
     def nonfinite(self) -> Flag:
@@ -351,7 +348,9 @@ class Step:
             # An overflow is the GradScaler's.
             overflow, skip = (overflow, False) if overflow else (False, True)
         verdict = Verdict(either(overflow, skip), overflow, skip)
-        if isinstance(verdict.left_out, Tensor) and not takes_found_inf(self.grouping.optimizer):
+        if isinstance(verdict.left_out, Tensor) and not takes_found_inf(
+            self.states.grouping.optimizer
+        ):
             verdict = verdict.read()
         self.verdict = verdict
 
@@ -405,8 +404,8 @@ class Step:
             states.steps += 1
             if self.follows:
                 for group in self.clip_groups:
-                    if group.bound_rule is not None:
-                        group.bound_rule.commit(verdict.left_out)
+                    if isinstance(group.rule, BoundRule):
+                        group.rule.commit(verdict.left_out)
             for state, values in self.judged:
                 # Of a skipped step too, but not of one that overflowed.
                 state.commit(values, verdict.overflow)
