@@ -12,7 +12,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
@@ -95,7 +95,12 @@ def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 
 def begin_(optimizer: Optimizer, wrapper: object) -> None:
-    """Makes an optimizer ready for checkpoints of a wrapper, and of its own without rules."""
+    """Makes an optimizer ready for checkpoints of a wrapper, and of its own without rules.
+
+    It stays so until `end_`, or the end of the wrapper.
+    """
+    # First, so that the dead are no longer among the wrappers when it is called.
+    finalize(wrapper, _end_of_dead, ref(optimizer)).atexit = False
     mark_(optimizer.param_groups)
     # Trainers that save param groups by themselves, with rules among their keys, load weights only.
     torch.serialization.add_safe_globals(RULE_CLASSES)
@@ -119,6 +124,14 @@ def end_(optimizer: Optimizer, wrapper: object) -> None:
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
+
+
+def _end_of_dead(wrapped: ref[Optimizer]) -> None:
+    """Ends a wrapper that is gone, and is no longer known as one of its optimizer's."""
+    optimizer = wrapped()
+    if optimizer is not None:
+        # In place of the wrapper something else that is none.
+        end_(optimizer, optimizer)
 
 
 def holder_in(

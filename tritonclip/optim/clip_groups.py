@@ -109,6 +109,11 @@ def label_at(groups: Groups, indices: Sequence[int], position: int) -> str:
     return label_of_member(groups, index, position)
 
 
+def grads_in(groups: Groups) -> list[Tensor]:
+    """The gradients of all parameters that have one."""
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
 def unclipped_in(groups: Groups, without_rule: Container[int] = ()) -> list[tuple[int, int]]:
     """The parameters of groups `without_rule`, or with `need_clip = False`: (group, position)."""
     return [
@@ -220,14 +225,15 @@ class Grouping:
             names += given
         return names
 
-    def read_rules(self) -> None:
-        """Reads the rules of the parameter groups; raises as `rules_of` does."""
-        self._own_rules = rules_of(self.groups)
-
     def rules(self, *, anew: bool = True) -> dict[str, Rule]:
-        """All rules of the program, by their keys in a checkpoint; read `anew`, or as last."""
-        by_index = (rules_of(self.groups) if anew else self._own_rules).items()
-        return {key_of(None): self.rule, **{key_of(i): rule for i, rule in by_index if rule}}
+        """All rules of the program, by their keys in a checkpoint; read `anew`, or as last.
+
+        Raises as `rules_of` does where it reads them.
+        """
+        if anew:
+            self._own_rules = rules_of(self.groups)
+        own = {key_of(i): rule for i, rule in self._own_rules.items() if rule}
+        return {key_of(None): self.rule, **own}
 
     def is_without_grads(self) -> bool:
         """Whether no gradient is there, and no other process waits for the norm of its own."""
@@ -343,9 +349,8 @@ def global_norm_of(
     ]
     measured = [_two_norm_of(group, grad_scale) for group in clipped]
     if len(measured) == 1:
-        plan = measured[0].gradients.plan
-        assert plan is not None
-        return _norm_of_all(measured[0]), torch.float64 if measured[0].per_gradient else plan.dtype
+        (norms,) = measured
+        return _norm_of_all(norms), torch.float64 if norms.per_gradient else norms.plan.dtype
     found = list(map(_norm_of_all, measured))
     device = groups[0].gradients.device if groups else torch.device("cpu")
     numbers = [norm for norm in found if isinstance(norm, float)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ from tritonclip.optim.checkpoint import (
     with_present_rules,
     without_rules,
 )
-from tritonclip.optim.clip_groups import Grouping, check_group, refuse_differentiable, unclipped_in
+from tritonclip.optim.clip_groups import (
+    Grouping,
+    check_group,
+    grads_in,
+    refuse_differentiable,
+    unclipped_in,
+)
 from tritonclip.optim.closures import Closure, refuse_judging, take_closure
 from tritonclip.optim.refusals import StepNonfinite, policy_of
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
@@ -169,7 +175,7 @@ class ClippedOptimizer(ScalerSide):
         # The wrapped optimizer has made the state that it keeps.
         self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
-        self._begin_wrapping()
+        begin_(optimizer, self)
 
     @property
     def state(self) -> Any:
@@ -330,7 +336,7 @@ class ClippedOptimizer(ScalerSide):
             # It takes back only from a success what it hands over.
             self._take_back()
             if self._divided == []:
-                self._divided = [ref(grad) for grad in self._grads()]
+                self._divided = [ref(grad) for grad in grads_in(self.param_groups)]
             raise
 
     @torch.compiler.disable
@@ -413,16 +419,13 @@ class ClippedOptimizer(ScalerSide):
         )
         return None
 
-    def _grads(self) -> list[Tensor]:
-        return [p.grad for p in self._grouping.parameters() if p.grad is not None]
-
     def _has_divided(self) -> bool:
         """Whether gradients are left that a failed step may have divided by the loss scale.
 
         A new one is not, such as one that comes after `zero_grad` of the model.
         """
         divided = {id(grad) for weak in self._divided or () if (grad := weak()) is not None}
-        if self._divided and divided.isdisjoint(map(id, self._grads())):
+        if self._divided and divided.isdisjoint(map(id, grads_in(self.param_groups))):
             self._divided = None
         return self._divided is not None
 
@@ -443,7 +446,7 @@ class ClippedOptimizer(ScalerSide):
             check_group(len(self.param_groups), filled)
         super().add_param_group(param_group)
         mark_(self.param_groups)
-        self._grouping.read_rules()
+        self._grouping.rules()
 
     def unwrap(self) -> Optimizer:
         """Ends the wrapper, and returns the wrapped optimizer without its hooks and keys.
@@ -510,17 +513,11 @@ class ClippedOptimizer(ScalerSide):
         stats.load_state_dict(part)
         return stats, states, recorded
 
-    def _begin_wrapping(self) -> None:
-        """Prepares the optimizer for checkpoints, until `unwrap` or the end of this object."""
-        # First, so that the dead are no longer among the wrappers when it is called.
-        finalize(self, _end_of_dead, ref(self.optimizer)).atexit = False
-        begin_(self.optimizer, self)
-
     def __copy__(self) -> ClippedOptimizer:
         """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
         twin = ClippedOptimizer.__new__(type(self))
         vars(twin).update(vars(self))
-        twin._begin_wrapping()
+        begin_(twin.optimizer, twin)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -567,11 +564,3 @@ def _arguments(
 ) -> tuple[Closure | None, float | Tensor | None]:
     """The arguments of a step, as a hook returned them."""
     return closure, grad_scale
-
-
-def _end_of_dead(wrapped: ref[Optimizer]) -> None:
-    """Ends a wrapper that is gone, and is no longer known as one of its optimizer's."""
-    optimizer = wrapped()
-    if optimizer is not None:
-        # In place of the wrapper something else that is none.
-        end_(optimizer, optimizer)

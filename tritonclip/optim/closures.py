@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
+from tritonclip.optim.clip_groups import grads_in
 from tritonclip.optim.refusals import Policy
 from tritonclip.optim.step import Step
 
@@ -110,18 +111,12 @@ def _merged(earlier: Outcomes, later: Outcomes) -> Outcomes:
 
 def _evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """The loss; None of a closure that leaves gradients alone. Any other None is refused."""
-    groups = inner.param_groups
-    before = [
-        (ref(p.grad), _version_of(p.grad))
-        for group in groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
+    before = [(ref(grad), _version_of(grad)) for grad in grads_in(inner.param_groups)]
     with torch.enable_grad():
         loss = closure()
     if loss is None:
         there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
-        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        grads = grads_in(inner.param_groups)
         # By `measure`: other processes, which have evaluated theirs, may wait for norms.
         if any(there.get(id(grad)) != _version_of(grad) for grad in grads):
             measure(refusal=TypeError(_NO_LOSS))

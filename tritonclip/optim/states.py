@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import c_float
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from operator import is_
 from typing import Any
@@ -19,8 +19,8 @@ from torch import Tensor
 from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.monitor.stats import Flag, either
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
-from tritonclip.optim.clip_groups import Grouping, key_of
-from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
+from tritonclip.optim.clip_groups import ClipGroup, Grouping, key_of
+from tritonclip.rules import BoundRule, ClipState, LossOutlier, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive, kind_of
 
@@ -125,9 +125,17 @@ class RuleStates:
             return None, n
         return [self._rows[parameter] for parameter in parameters], n
 
-    def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
-        """The rule of a group, None for the wrapper's, bound to its state for the next step."""
-        return BoundRule(rule.at(self.steps), self._state_of(key_of(group_index), rule), numbering)
+    def bind(self, group: ClipGroup) -> Rule:
+        """Binds the rule of a clip group, whose limit changes, to its state for the next step."""
+        rule, parameters = group.rule, group.gradients.sources
+        assert parameters is not None
+        if rule.per_gradient and isinstance(rule, Adaptive):
+            self.locate()
+        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
+        rows = partial(self.rows, parameters)
+        state = self._state_of(key_of(group.index), rule)
+        group.rule = BoundRule(rule.at(self.steps), state, rows)
+        return group.rule
 
     def judge(self, norm: float | Tensor, dtype: torch.dtype) -> tuple[Flag, Judged]:
         """Whether a norm is an outlier, or the loss; waits only for a loss on another device.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
 
 import torch
@@ -47,8 +46,7 @@ from tritonclip.optim.refusals import Policy, refuse, refuse_nonfinite
 from tritonclip.optim.states import Judged, RuleStates
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.optim.wrapping import takes_found_inf
-from tritonclip.rules import BoundRule, ClipByGlobalNorm, Outlier, Rule, has_user_limit
-from tritonclip.rules.rule import Adaptive
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, Outlier, has_user_limit
 
 
 class StepRecord:
@@ -183,7 +181,7 @@ class Step:
         (group,) = groups
         # A limit that is a number is fixed.
         if type(rule.known_limit) is not float and not rule.fixed:
-            rule = self._bind(group)
+            rule, self.follows = self.states.bind(group), True
         if record is not None:
             record.check(groups)
         if check_finite or self.policy.zeroes or not rule.clamps:
@@ -203,13 +201,13 @@ class Step:
         """As `measure`, of several clip groups or norms, and over processes."""
         groups, record = self.clip_groups, self.record
         recorded = [] if record is None else record.clip_groups
-        refusal = self._refuse(refusal, [*groups, *recorded])
+        lists = [*groups, *recorded]
+        refusal = self._refuse(refusal, lists)
         needed = self._requests(recorded)
         if settings.current().verifying:
-            error = refusal or _error_of([*groups, *recorded])
-            self._verify_agreement(needed, error)
+            self._verify_agreement(needed, refusal or _error_of(lists))
         measure_requests(needed, self.grad_scale)
-        refusal = refusal or _error_of([*groups, *recorded])
+        refusal = refusal or _error_of(lists)
         if refusal is not None:
             # Other processes may be in this call, and wait for names of gradients.
             if self.policy.raises and not overflow:
@@ -286,7 +284,8 @@ class Step:
             refuse(self.clip_groups)
             for group in self.clip_groups:
                 if not group.rule.fixed:
-                    self._bind(group)
+                    self.states.bind(group)
+                    self.follows = True
             if self.record is not None:
                 self.record.check(self.clip_groups)
         except Exception as error:
@@ -297,18 +296,6 @@ class Step:
                 raise
             return error
         return None
-
-    def _bind(self, group: ClipGroup) -> Rule:
-        """The rule of a clip group, whose limit changes, bound to its state."""
-        self.follows = True
-        if group.rule.per_gradient and isinstance(group.rule, Adaptive):
-            self.states.locate()
-        parameters = group.gradients.sources
-        assert parameters is not None
-        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
-        rows = partial(self.states.rows, parameters)
-        group.rule = self.states.bind(group.index, group.rule, rows)
-        return group.rule
 
     def nonfinite(self) -> Flag:
         """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
