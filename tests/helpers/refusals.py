@@ -43,7 +43,8 @@ class Fresh:
         saved[0].pop("param_groups")
         options = self.optimizer.clip, self.optimizer.nonfinite, len(self.optimizer.param_groups)
         versions = [one._version for one in tensors]
-        return options, versions, [bits(one).tolist() for one in tensors], repr(deepcopy(saved))
+        values = [bits(one).tolist() for one in tensors]
+        return options, versions, values, repr(deepcopy(saved)), {*vars(self.optimizer)}
 
     def check(self, call: Callable[[Any], object], error: type[Exception], message: str) -> None:
         """A call raises, has changed nothing, and spoils no later one."""

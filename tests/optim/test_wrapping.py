@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from helpers.cases import normal, parameter
+from helpers.cases import parameter
 from helpers.optimizers import COPIED, one_weight
 from helpers.training import Inner
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
@@ -218,12 +218,6 @@ class SAM(SGD):
             p -= hill
         self.base.step()
 
-    def step(self, closure: Any = None):
-        self.first_step()
-        with torch.enable_grad():
-            closure()
-        self.second_step()
-
 
 def wrapped(kind=ScheduleFree, **options) -> tuple[torch.nn.Parameter, Any]:
     weight: Any = parameter(torch.tensor([3.0, 4.0]))
@@ -284,20 +278,6 @@ def test_a_copy_reaches_its_own_optimizer(copied):
     assert (twin.training, optimizer.training) == (True, False)
 
 
-def test_sharpness_aware_step_is_clipped_around_it():
-    weight, optimizer = wrapped(SAM)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (weight * normal(2, seed=1) * 100).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    # From 0.
-    assert float(weight.detach().norm()) == pytest.approx(1.0)
-
-
 def test_sharpness_aware_steps_by_hand_are_clipped_inside_it():
     weight = torch.nn.Parameter(torch.zeros(2))
     sam = SAM([weight], lambda groups, **options: ClippedOptimizer(SGD(groups, **options), RULE))
@@ -307,15 +287,6 @@ def test_sharpness_aware_steps_by_hand_are_clipped_inside_it():
     weight.grad = torch.tensor([30.0, 40.0])
     sam.second_step()
     assert float(weight.detach().norm()) == pytest.approx(1.0)
-
-
-def test_a_limit_that_is_set_on_the_wrapper_is_refused():
-    """It would change nothing: the rule has it."""
-    _, optimizer = wrapped()
-    before = dict(vars(optimizer))
-    with pytest.raises(AttributeError, match=r"max_norm belongs to a rule; .*ClipByGlobalNorm\("):
-        optimizer.max_norm = 2.0
-    assert vars(optimizer) == before
 
 
 def test_other_attributes_are_set():
