@@ -66,11 +66,11 @@ def groups_of(model: torch.nn.Sequential, *, rule: bool) -> list[dict[str, Any]]
 
 
 def program(
-    make: Make, seed: int = 0, *, rule: bool = True
+    make: Make, seed: int = 0, clip: Any = LIMIT, *, rule: bool = True, **options: Any
 ) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
     """A model and its optimizer, as a program makes them at its start."""
     model = layers(seed)
-    return model, ClippedOptimizer(make(groups_of(model, rule=rule)), LIMIT)
+    return model, ClippedOptimizer(make(groups_of(model, rule=rule)), clip, **options)
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
@@ -91,15 +91,6 @@ def checkpoint_of(model: Any, optimizers: Any, flatten: bool) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     weights, states = get_state_dict(model, optimizers, options=options)
     return {"model": weights, "optimizer": states}
-
-
-def resumed(
-    folder: Path, make: Make, flatten: bool, *, rule: bool = True
-) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
-    """A new program, after it loaded; torch makes no state where there are gradients."""
-    model, optimizer = program(make, seed=9, rule=rule)
-    load_from(folder, model, optimizer, flatten)
-    return model, optimizer
 
 
 def _is_alone() -> bool:
@@ -127,6 +118,16 @@ def load_from(folder: Path, model: Any, optimizers: Any, flatten: bool, **option
     )
 
 
+def load_what_is_there(folder: Path, *program: Any, missing: str) -> None:
+    """torch refuses a checkpoint that lacks an entry, unless it is told otherwise."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    with pytest.raises(CheckpointException, match=f"Missing key .*{missing}"):
+        load_from(folder, *program)
+    load_from(folder, *program, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+
 def assert_same_run(ours: Any, theirs: Any) -> None:
     """Parameters, state, options and statistics to the last bit."""
     (model, optimizer), (twin, other) = ours, theirs
@@ -137,16 +138,20 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
         assert {**one, "params": None} == {**two, "params": None}
     if isinstance(optimizer, ClippedOptimizer):
         assert repr(optimizer.stats.summary()) == repr(other.stats.summary())
+        ours, theirs = (run.state_dict()["tritonclip"].get("memory") for run in (optimizer, other))
+        # As text, in which NaN equals NaN.
+        assert repr(ours) == repr(theirs)
 
 
-def assert_resumes(folder: Path, make: Make, flatten: bool, *, rule: bool) -> None:
-    """A run that stops after four steps and goes on in a new program is one of seven."""
-    whole, first = (program(make, rule=rule) for _ in range(2))
-    train(*whole, range(7))
-    train(*first, range(4))
+def assert_resumes(folder: Path, make: Make, flatten: bool, **options: Any) -> None:
+    """A run that stops after five steps and goes on in a new program is one of nine."""
+    whole, first, second = (program(make, seed, **options) for seed in (0, 0, 9))
+    train(*whole, range(9))
+    train(*first, range(5))
     save_to(folder, *first, flatten)
-    second = resumed(folder, make, flatten, rule=rule)
-    train(*second, range(4, 7))
+    # torch makes no state where there are gradients.
+    load_from(folder, *second, flatten)
+    train(*second, range(5, 9))
     assert_same_run(second, whole)
 
 
@@ -177,23 +182,8 @@ def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path
 @FLATTEN
 @pytest.mark.parametrize("rule", [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)], ids=repr)
 def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, rule):
-    def one(seed: int = 0) -> tuple[torch.nn.Module, ClippedOptimizer]:
-        model, optimizer = program(partial(AdamW, lr=0.05), seed, rule=False)
-        optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
-        return model, optimizer
-
-    whole, first, second = one(), one(), one(seed=9)
-    train(*whole, range(9))
-    train(*first, range(5))
-    save_to(tmp_path, *first, flatten)
-    second[1].zero_grad()
-    load_from(tmp_path, *second, flatten)
-    train(*second, range(5, 9))
-    ours, theirs = (run[1].state_dict()["tritonclip"]["memory"] for run in (second, whole))
-    for owner in ("rule", "outliers"):
-        # As text, in which NaN equals NaN.
-        assert repr(ours[owner]["values"]) == repr(theirs[owner]["values"])
-    assert_bits(second[0].parameters(), whole[0].parameters())
+    options = {"clip": rule, "skip_above": Outlier(2.0, 4)}
+    assert_resumes(tmp_path, partial(AdamW, lr=0.05), flatten, rule=False, **options)
 
 
 @pytest.mark.parametrize("make", [*OPTIMIZERS.values()][:-1], ids=[*OPTIMIZERS][:-1])
@@ -226,9 +216,8 @@ def test_saving_an_optimizer_without_state_counts_no_step(tmp_path):
     "make", [OPTIMIZERS["AdamW"], OPTIMIZERS["tensor-lr"]], ids=["lr", "tensor"]
 )
 def test_step_by_which_torch_makes_state_is_seen_by_no_rule(make):
-    model, optimizer = program(make)
-    optimizer.clip = ClipByGlobalNorm(lambda step: 1.0 + step)
-    optimizer.skip_above = Outlier(2.0, 4)
+    schedule = ClipByGlobalNorm(lambda step: 1.0 + step)
+    model, optimizer = program(make, 0, schedule, skip_above=Outlier(2.0, 4))
     checkpoint_of(model, optimizer, flatten=False)
     assert optimizer.state
     part = optimizer.state_dict()["tritonclip"]
@@ -306,8 +295,7 @@ def test_rules_are_those_of_the_program_that_loads(tmp_path, flatten):
 @FLATTEN
 def test_bare_optimizer_that_loaded_a_checkpoint_with_rules_can_be_wrapped(tmp_path, flatten):
     """It may keep what stands for them, which is no rule, and what they remembered."""
-    first = program(AdamW)
-    first[1].clip = ClipByOwnQuantile()
+    first = program(AdamW, 0, ClipByOwnQuantile())
     train(*first, range(2))
     save_to(tmp_path, *first, flatten)
     model = layers(9)
@@ -398,23 +386,29 @@ def test_checkpoints_have_the_state_of_rules_once(rule, above, numbers_of):
 
 
 @FLATTEN
-def test_numbers_that_torch_could_not_load_are_missed(tmp_path, flatten):
-    """Into an optimizer that keeps no state, and has not stepped yet."""
-    first, second = (program(OPTIMIZERS["stateless"], seed, rule=False) for seed in (0, 9))
-    for model, optimizer in (first, second):
-        optimizer.clip = ClipByOwnQuantile()
-        train(model, optimizer, range(2 * (model is first[0])))
+@pytest.mark.parametrize(
+    ("name", "rule", "missed"),
+    [
+        ("stateless", ClipByOwnQuantile(), "norms that ClipByOwnQuantile"),
+        ("AdamW", LIMIT, "state of the optimizer"),
+    ],
+    ids=["norms", "state"],
+)
+def test_what_torch_could_not_load_is_missed(tmp_path, flatten, name, rule, missed):
+    """Torch makes no state for an optimizer whose parameters have gradients."""
+    first, second = (program(OPTIMIZERS[name], seed, rule, rule=False) for seed in (0, 9))
+    train(*first, range(2))
     save_to(tmp_path, *first, flatten)
     loss_of(second[0], 0).backward()
-    with pytest.raises(ValueError, match=r"norms that ClipByOwnQuantile.* and it is missing"):
+    with pytest.raises(ValueError, match=f"{missed}.* and it is missing"):
         load_from(tmp_path, *second, flatten)
     assert second[1].stats.summary()["steps"] == 0
 
 
 @FLATTEN
 def test_rule_that_remembers_may_be_replaced_by_one_that_does_not(tmp_path, flatten):
-    first, second = program(AdamW, rule=False), program(AdamW, seed=9, rule=False)
-    first[1].clip = ClipByOwnQuantile()
+    first = program(AdamW, 0, ClipByOwnQuantile(), rule=False)
+    second = program(AdamW, 9, rule=False)
     train(*first, range(2))
     save_to(tmp_path, *first, flatten)
     load_from(tmp_path, *second, flatten)
@@ -426,17 +420,11 @@ def test_rule_that_remembers_may_be_replaced_by_one_that_does_not(tmp_path, flat
 def test_rule_that_the_checkpoint_does_not_know_begins_anew_where_it_may_be_missing(
     tmp_path, flatten
 ):
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    first, second = program(AdamW, rule=False), program(AdamW, seed=9, rule=False)
+    first = program(AdamW, rule=False)
+    second = program(AdamW, 9, ClipByQuantile(), rule=False)
     train(*first, range(2))
     save_to(tmp_path, *first, flatten)
-    second[1].clip = ClipByQuantile()
-    with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip_rule"):
-        load_from(tmp_path, *second, flatten)
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    load_from(tmp_path, *second, flatten, planner=planner)
+    load_what_is_there(tmp_path, *second, flatten, missing="tritonclip_rule")
     assert int(second[1].stats.steps) == 2
     train(*second, range(2, 3))
     assert second[1].state_dict()["tritonclip"]["memory"]["rule"]["steps"] == 1
@@ -444,8 +432,7 @@ def test_rule_that_the_checkpoint_does_not_know_begins_anew_where_it_may_be_miss
 
 def test_checkpoint_before_the_first_step_leaves_a_bare_optimizer_without_state():
     """One entry would make it believe that it has met the parameter."""
-    optimizer = program(AdamW)[1]
-    optimizer.clip = ClipByOwnQuantile()
+    optimizer = program(AdamW, 0, ClipByOwnQuantile())[1]
     model = layers(9)
     bare = AdamW(groups_of(model, rule=False))
     bare.load_state_dict(torch_saved(optimizer.state_dict(), weights_only=True))
@@ -457,17 +444,14 @@ def test_rule_without_a_start_is_no_reason_not_to_save():
     class Unfinished(AdaptiveRule):
         pass
 
-    optimizer = program(AdamW)[1]
-    optimizer.clip = Unfinished()
-    memory = optimizer.state_dict()["tritonclip"]["memory"]
+    memory = program(AdamW, 0, Unfinished())[1].state_dict()["tritonclip"]["memory"]
     assert memory["rule"]["values"] is None
 
 
 @FLATTEN
 def test_two_wrappers_of_one_optimizer_have_each_its_own_numbers(tmp_path, flatten):
     def two(seed: int) -> tuple[torch.nn.Sequential, list[ClippedOptimizer]]:
-        model, one = program(AdamW, seed, rule=False)
-        one.clip = ClipByOwnQuantile()
+        model, one = program(AdamW, seed, ClipByOwnQuantile(), rule=False)
         return model, [one, ClippedOptimizer(one.optimizer, ClipByQuantile(0.5))]
 
     (model, ours), (twin, others) = two(0), two(9)
@@ -477,19 +461,6 @@ def test_two_wrappers_of_one_optimizer_have_each_its_own_numbers(tmp_path, flatt
         save_to(tmp_path / str(number), model, one, flatten)
         load_from(tmp_path / str(number), twin, other, flatten)
         assert repr(other.state_dict()["tritonclip"]) == repr(one.state_dict()["tritonclip"])
-
-
-@FLATTEN
-def test_state_that_torch_could_not_load_is_missed(tmp_path, flatten):
-    """It makes none for an optimizer whose parameters have gradients."""
-    first = program(AdamW, rule=False)
-    train(*first, range(2))
-    save_to(tmp_path, *first, flatten)
-    model, optimizer = program(AdamW, seed=9, rule=False)
-    loss_of(model, 0).backward()
-    with pytest.raises(ValueError, match="state of the optimizer, and it is missing"):
-        load_from(tmp_path, model, optimizer, flatten)
-    assert optimizer.stats.summary()["steps"] == 0
 
 
 @FLATTEN
@@ -545,18 +516,12 @@ def test_checkpoint_of_the_wrapper_loads_into_the_bare_optimizer(tmp_path, make,
 def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
     tmp_path, make, flatten
 ):
-    """torch refuses a checkpoint that lacks an entry, unless it is told otherwise."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
     model = layers(0)
     bare = make(groups_of(model, rule=False))
     train(model, bare, range(3))
     save_to(tmp_path, model, bare, flatten)
     twin, wrapper = program(make, seed=1, rule=False)
-    with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip"):
-        load_from(tmp_path, twin, wrapper, flatten)
-    load_from(tmp_path, twin, wrapper, flatten, planner=DefaultLoadPlanner(allow_partial_load=True))
+    load_what_is_there(tmp_path, twin, wrapper, flatten, missing="tritonclip")
     assert_bits(twin.parameters(), model.parameters())
     assert_bits(state_of(wrapper, twin.parameters()), state_of(bare, model.parameters()))
     assert wrapper.stats.summary()["steps"] == 0
@@ -622,12 +587,10 @@ def test_state_of_clip_comes_back(tmp_path, rule, is_begun):
 def test_wrapper_that_is_saved_without_helpers_comes_back(tmp_path, rule, how):
     """A new one has the same keys."""
 
-    def one(seed: int) -> tuple[torch.nn.Module, ClippedOptimizer]:
-        model, optimizer = program(partial(SGD, lr=0.05), seed, rule=False)
-        optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
-        return model, optimizer
-
-    (model, optimizer), (twin, other) = one(0), one(9)
+    (model, optimizer), (twin, other) = (
+        program(partial(SGD, lr=0.05), seed, rule, rule=False, skip_above=Outlier(2.0, 4))
+        for seed in (0, 9)
+    )
     train(model, optimizer, range(5))
     if how == "itself":
         saved_and_read(tmp_path, {"optimizer": optimizer}, {"optimizer": other})
