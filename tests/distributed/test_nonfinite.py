@@ -18,15 +18,15 @@ RULES: list[Rule] = [ClipByGlobalNorm(0.5, p) for p in (2.0, math.inf, 8.0, 100.
 RULES += [ClipByNorm(0.5), ClipByNorm(0.5, math.inf), ClipByValue(0.5)]
 
 
-def _bad_in_one(bad: float, rank: int = 1) -> dict[str, Any]:
-    """Parameters with a bad element in one process's piece of `second`."""
+def _bad_in_one(bad: float) -> dict[str, Any]:
+    """Parameters with a bad element in the piece of `second` of one process, the second."""
     mesh = mesh_of(-1)
     named = {
         "first": parameter((8, 3), mesh, [Shard(0)], seed=1),
         "second": parameter((8, 3), mesh, [Shard(0)], seed=2),
         "third": parameter((5,), mesh, [Replicate()], seed=3),
     }
-    if dist.get_rank() == rank:
+    if dist.get_rank() == 1:
         named["second"].grad.to_local().view(-1)[0] = bad
     return named
 

@@ -234,11 +234,11 @@ def test_clip_waits_for_pieces_that_are_on_their_way() -> None:
     torch.testing.assert_close(coming.wait(), right, rtol=1e-6, atol=0)
 
 
-def _trained_by(rule: Any, steps: int = 12, *, sharded: bool, **options: Any) -> Any:
-    """A model after some steps under a rule that follows the norms, and its optimizer."""
+def _trained_by(rule: Any, *, sharded: bool, **options: Any) -> Any:
+    """A model after twelve steps under a rule that follows the norms, and its optimizer."""
     model = sharded_network(sharded=sharded)
     optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, **options)
-    for step in range(steps):
+    for step in range(12):
         optimizer.zero_grad()
         (loss_of(model, step, sharded=sharded) * (100.0 if step % 5 == 4 else 1.0)).backward()
         if step == 6:

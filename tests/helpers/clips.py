@@ -266,12 +266,8 @@ def random_arena(
     kinds: Sequence[type[Arena]] = ARENAS,
     *,
     sizes: Sizes | None = None,
-    follows: bool = True,
 ) -> Arena:
-    """Gradients of one dtype or of several, most of them plain, which one of the calls clips.
-
-    `follows`: an optimizer may skip steps by the norms of earlier ones.
-    """
+    """Gradients of one dtype or of several, most of them plain, which one of the calls clips."""
     sizes = random_sizes(choice) if sizes is None else sizes
     kind, seed = choice.choice(kinds), choice.randrange(10**6)
     drawn = random.Random(seed)
@@ -287,7 +283,7 @@ def random_arena(
             dtypes = [drawn.choice([dtype, drawn.choice(some)]) for dtype in dtypes]
     arena = kind(sizes, dtypes, device, seed, layouts)
     if isinstance(arena, OptimizerArena) and choice.random() < 0.3:
-        arena.optimizer.skip_above, arena.takes = random_skip_bound(choice, follows=follows)
+        arena.optimizer.skip_above, arena.takes = random_skip_bound(choice)
     return arena
 
 

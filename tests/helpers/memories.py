@@ -86,9 +86,9 @@ def assert_remembers(rule: Any, before: Tensor | None, after: Tensor | None) -> 
     assert_bits([after], [start])
 
 
-def random_skip_bound(choice: random.Random, *, follows: bool) -> tuple[Any, Callable[..., Any]]:
+def random_skip_bound(choice: random.Random) -> tuple[Any, Callable[..., Any]]:
     """A bound for skipped steps, and the largest norm that it takes, by the reference."""
-    if follows and choice.random() < 0.5:
+    if choice.random() < 0.5:
         # Of the norms met here, up to 1.4 are taken.
         return Outlier(1.5, 4), histories.outlier(1.5, 4)
     above = 10 ** choice.uniform(-1, 3)

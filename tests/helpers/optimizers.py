@@ -123,12 +123,12 @@ def assert_same(ours, our_params, theirs, their_params):
     assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
-def one_weight(values=(3.0, 4.0), lr=1.0, **options):
-    """A weight, its gradient and a wrapped SGD; by default a norm of 5, a limit of 2.5."""
-    weight = torch.nn.Parameter(torch.zeros(len(values)))
-    weight.grad = torch.tensor(values)
+def one_weight(**options):
+    """A weight, its gradient with a norm of 5, and a wrapped SGD with a limit of 2.5."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
     rule = ClipByGlobalNorm(2.5, eps=0.0)
-    return weight, ClippedOptimizer(SGD([weight], lr=lr, **options), rule)
+    return weight, ClippedOptimizer(SGD([weight], lr=1.0, **options), rule)
 
 
 def assert_shared(wrapper):
