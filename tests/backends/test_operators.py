@@ -13,13 +13,7 @@ import tritonclip
 from helpers.cases import HALVES, assert_bits, grad_of, parameters
 from helpers.native_lists import every_half
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClipState
-from tritonclip.backends.operators import (
-    PIECE,
-    SMALL,
-    combine,
-    combine_numbers,
-    split_flat,
-)
+from tritonclip.backends.operators import PIECE, SMALL, combine, combine_numbers, split_flat
 from tritonclip.backends.torch import ALL_PACKED, LONG_PIECE, PACKED, ROW
 
 pytestmark = pytest.mark.usefixtures("operators")

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 import tritonclip
-from helpers.cases import (
-    CHUNK,
-    each_rule,
-    normal,
-    parameter,
-    parameters,
-)
+from helpers.cases import CHUNK, each_rule, normal, parameter, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 0.5)

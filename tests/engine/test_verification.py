@@ -12,14 +12,7 @@ from hypothesis import given
 
 import tritonclip
 from helpers.broken_verbs import break_norm, break_scale
-from helpers.cases import (
-    FLOATS,
-    normal,
-    of_sizes,
-    parameter,
-    parameters,
-    unchanged,
-)
+from helpers.cases import FLOATS, normal, of_sizes, parameter, parameters, unchanged
 from helpers.clips import CHOICES, clip_a_list, random_arena
 from tritonclip import (
     ClipByGlobalNorm,

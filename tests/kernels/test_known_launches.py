@@ -26,10 +26,7 @@ triton = pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
 from helpers.absent_gpu import absent_gpu  # noqa: E402
 from tritonclip.backends.interface import Clip  # noqa: E402
-from tritonclip.backends.triton import (  # noqa: E402
-    TritonBatch,
-    TritonLayout,
-)
+from tritonclip.backends.triton import TritonBatch, TritonLayout  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
 from tritonclip.kernels.tables import lay_out  # noqa: E402
 

@@ -13,15 +13,7 @@ from torch.optim import SGD
 
 import tritonclip
 from helpers import reference
-from helpers.cases import (
-    CHUNK,
-    assert_bits,
-    assert_norm,
-    copies,
-    grad_of,
-    normal,
-    parameters,
-)
+from helpers.cases import CHUNK, assert_bits, assert_norm, copies, grad_of, normal, parameters
 from helpers.training import (
     count_readings,
     give_grads,
