@@ -343,6 +343,7 @@ def test_frozen_parameters_may_be_shared():
         ),
         ({"steps": 0}, ValueError, "steps must be"),
         ({"seeds": 0}, ValueError, "seeds must be"),
+        ({"steps": None, "seconds": math.nan}, ValueError, "seconds must be 0 or more, got nan"),
         ({"seeds": [1, 1]}, ValueError, "different numbers"),
     ],
 )

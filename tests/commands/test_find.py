@@ -96,6 +96,8 @@ def test_find_leaves_the_length_of_trials_open_within_seconds(find, monkeypatch)
         (["nothing.here:train"], "there is no module nothing in"),
         (["training:rules"], "expected a generator function train(clip)"),
         (["training:train", "--limits", "1"], "two or more limits"),
+        (["training:train", "--seeds", "0"], "seeds must be 1 or more, got 0"),
+        (["training:train", "--seconds", "-1"], "seconds must be 0 or more, got -1.0"),
     ],
 )
 def test_find_says_what_is_wrong(find, arguments, said):

@@ -171,14 +171,13 @@ class _Search:
             self._try(0, [])
             limits = self._limits or self._grid()
             # One by one, the likely ones first: an interrupt keeps those before.
-            order = sorted(range(len(limits)), key=lambda i: abs(i - (len(limits) - 1) / 2))
-            for i in order:
-                self._try(0, [limits[i]])
-            for rule in self._rules:
-                self._try(0, [rule])
+            middle = (len(limits) - 1) / 2
+            order = sorted(range(len(limits)), key=lambda i: abs(i - middle))
+            clips: list[Clip] = [*(limits[i] for i in order), *self._rules]
+            for clip in clips:
+                self._try(0, [clip])
             if not self._limits:
-                self._add_lower()
-                self._add_beside()
+                self._add()
             for position, n in enumerate(self._kept, 1):
                 self._try(position, self._best(n))
         except KeyboardInterrupt:
@@ -200,8 +199,11 @@ class _Search:
         """Runs trials of a seed, beside no limit; keeps all of them, or none."""
         none = self.trials.get(math.inf, {}).get(position) or self._run(position, math.inf)
         found: dict[Clip, Trial] = {math.inf: none}
+        # A limit above all norms changes nothing.
+        highest = math.inf if none.diverged else float(none.norms.max()) + EPS
         for clip in clips:
-            found[clip] = none if _spares(clip, none) else self._run(position, clip)
+            is_above = not isinstance(clip, Rule) and highest <= clip
+            found[clip] = none if is_above else self._run(position, clip)
         for clip, trial in found.items():
             self.trials.setdefault(clip, {})[position] = trial
 
@@ -222,17 +224,15 @@ class _Search:
         n = _N_LIMITS + min(n_more, _N_MORE)
         return [two_digits(lowest * _RATIO**i) for i in reversed(range(n))]
 
-    def _add_lower(self) -> None:
-        """Adds lower limits while the lowest is the best."""
+    def _add(self) -> None:
+        """Adds lower limits while the lowest is the best, and then those halfway to the next."""
+        (best,) = self._best(1)
         for _ in range(_N_MORE):
             lowest = min(clip for clip in self.trials if not isinstance(clip, Rule))
-            if self._best(1) != [lowest]:
-                return
+            if best != lowest:
+                break
             self._try(0, [two_digits(lowest / _RATIO)])
-
-    def _add_beside(self) -> None:
-        """Adds the limits halfway between the best and its neighbours."""
-        (best,) = self._best(1)
+            (best,) = self._best(1)
         if not isinstance(best, Rule):
             for factor in (_RATIO**0.5, _RATIO**-0.5):
                 self._try(0, [two_digits(best * factor)])
@@ -243,13 +243,6 @@ class _Search:
         none = last.pop(math.inf)
         above = _above(last)
         return sorted(last, key=lambda clip: (last[clip][0] is none[0], above[clip]))[:n]
-
-
-def _spares(clip: Clip, none: Trial) -> bool:
-    """Whether a limit is above all norms of a trial without one, and changes nothing of it."""
-    if isinstance(clip, Rule) or none.diverged:
-        return False
-    return bool(none.norms.max() + EPS <= clip)
 
 
 def _mean(trials: Trials) -> float:
@@ -591,7 +584,14 @@ def _reason(
                 "good, and help as clearly, the largest changes the least."
             )
         if chosen.clipped_share >= _NEARLY_ALL:
-            text += _on_smaller_steps(chosen, learning_rate)
+            scale = f"{chosen.scale:.2g}"
+            rate = "" if learning_rate is None else f", here {learning_rate * chosen.scale:.2g},"
+            text += (
+                f" It is below {chosen.clipped_share:.0%} of the norms, and acts as a smaller step "
+                f"of even length: with SGD, {scale} times the learning rate{rate} takes steps of "
+                "the same median length. Adam and its kin undo such a factor, and keep the even "
+                "lengths."
+            )
     if n < 2:
         text += " One seed cannot say how sure this is: pass seeds=3 or more."
     elif len({*none.losses}) == 1 and math.isfinite(none.losses[0]):
@@ -616,13 +616,4 @@ def _on_length(trials: list[Trial], steps: int) -> str:
         f" But the trials were too short to tell, or their losses too noisy: in the first {first} "
         f"steps, the loss changed clearly with {few} of {n} candidates, so that those that start "
         f"slowly may have been left out. Ask again with steps={_LONGER * steps}."
-    )
-
-
-def _on_smaller_steps(chosen: Candidate, learning_rate: float | None) -> str:
-    rate = "" if learning_rate is None else f", here {learning_rate * chosen.scale:.2g},"
-    return (
-        f" It is below {chosen.clipped_share:.0%} of the norms, and acts as a smaller step of even "
-        f"length: with SGD, {chosen.scale:.2g} times the learning rate{rate} takes steps of the "
-        "same median length. Adam and its kin undo such a factor, and keep the even lengths."
     )

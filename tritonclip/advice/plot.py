@@ -4,8 +4,6 @@ Needs matplotlib: `pip install "tritonclip[monitor]"`. Fonts, axes and colours a
 figures.mplstyle; each kind of mark has a shape as well.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

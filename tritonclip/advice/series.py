@@ -5,8 +5,6 @@ positive and spread relative to their size, so that their logarithms are nearly 
 move neither medians nor quartiles.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

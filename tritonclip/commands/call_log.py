@@ -9,8 +9,6 @@ alike. So a turn depends on nothing that other processes do not see: not on othe
 process may clip alone, and not on when tensors are freed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -3,8 +3,6 @@
 Each command is a module of this folder, with `add_arguments` and `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`python -m tritonclip doctor`: what is installed, and a self-test of each device."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import platform
@@ -43,13 +41,14 @@ def main(chosen: argparse.Namespace) -> int:
     ):
         print(f"{name:<12}{text}")
     failed = False
-    for device in devices():
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in [torch.device("cpu"), *gpus]:
         backend, result = _self_test(device)
         failed |= result != "ok"
         is_gpu = device.type == "cuda"
         name = torch.cuda.get_device_name(device) if is_gpu else platform.machine()
         print(f"{device!s:<12}{name}: {backend} backend, self-test {result}")
-    if not torch.cuda.device_count():
+    if not gpus:
         print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
     return int(failed)
 
@@ -61,12 +60,6 @@ def _triton_version() -> str:
         # A remedy only where something is wrong: on a CPU nobody needs it.
         return "not installed" if text.startswith("not installed") else text
     return str(importlib.import_module("triton").__version__)
-
-
-def devices() -> list[torch.device]:
-    """Those that can be clipped on."""
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *gpus]
 
 
 def _without_a_gpu() -> str:

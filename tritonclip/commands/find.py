@@ -1,7 +1,5 @@
 """`python -m tritonclip find`: `find_max_norm` of a training in a module or a file."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import operator
@@ -45,7 +43,7 @@ def main(chosen: argparse.Namespace) -> int:
             _object_of(chosen.train),
             limits=chosen.limits,
             rules=_object_of(chosen.rules) if chosen.rules else (),
-            steps=None if chosen.seconds else chosen.steps,
+            steps=chosen.steps if chosen.seconds is None else None,
             seconds=chosen.seconds or 0.0,
             seeds=chosen.seeds,
         )

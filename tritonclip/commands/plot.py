@@ -1,7 +1,5 @@
 """`python -m tritonclip plot`: a figure of a file of norms, by the extra `monitor`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

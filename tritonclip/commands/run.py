@@ -4,8 +4,6 @@ Not by runpy, which takes the module `__main__` away at the end, where pickle an
 at exit still need it, and gives a script neither its loader nor its traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import builtins

@@ -1,7 +1,5 @@
 """`python -m tritonclip suggest`: `suggest_max_norm` of a file of norms."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path
@@ -85,7 +83,7 @@ def main(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _print(suggestion: Suggestion) -> None:
+def _print(suggestion: "Suggestion") -> None:
     judged = f"Judged by the norms of {suggestion.steps} steps"
     if suggestion.warmup:
         judged += f", without a warm-up of {suggestion.warmup} steps at the start"
