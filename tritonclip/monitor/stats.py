@@ -61,9 +61,10 @@ COUNTS = (
 # leaves it: that adds up to 1e-6 to the norm it divides by, and so does the rule.
 BARELY = 1 - 2e-5
 _SKIPPED, _OVERFLOWED, _IN_A_ROW = range(4, 7)
-# A step whose least coefficient is below the bound of a count adds 1 to it: always to the first
-# two. NaN counts as 1.
-_BOUNDS = (2.0, 2.0, 1.0, BARELY, 0.0, 0.0, 0.0)
+# A step whose least coefficient is below the bound of a count adds 1 to it. Without a coefficient,
+# which is then `_UNMEASURED`, it adds to the first alone.
+_UNMEASURED = 2.0
+_BOUNDS = (3.0, 2.0, 1.0, BARELY, 0.0, 0.0, 0.0)
 
 
 class StepCounts:
@@ -73,31 +74,27 @@ class StepCounts:
     waits for it, and every replay of a captured CUDA graph adds to it.
     """
 
-    _counts: Tensor
-
     def __init__(self, device: torch.device) -> None:
-        # In the order of COUNTS; None where a tensor has them.
-        self.numbers: list[int] | None = [0] * len(COUNTS)
-        # Spares a step without skips an operation.
-        self._may_have_skipped = False
+        # In the order of COUNTS.
+        self.values: list[int] | Tensor = [0] * len(COUNTS)
         self.move_(device)
 
     @property
     def device(self) -> torch.device:
         """The device of all counts."""
-        return self._counts.device if self.numbers is None else torch.device("cpu")
+        return self.values.device if isinstance(self.values, Tensor) else torch.device("cpu")
 
     def read(self) -> Tensor:
         """A copy of all counts in the order of COUNTS, int64[7]."""
-        if self.numbers is None:
-            return self._counts.clone()
-        return torch.tensor(self.numbers, device="cpu")
+        if isinstance(self.values, Tensor):
+            return self.values.clone()
+        return torch.tensor(self.values, device="cpu")
 
     def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
         """Counts a step, with the coefficients of the rules that measured a norm."""
-        numbers, (left_out, overflow, _) = self.numbers, verdict
-        if numbers is None:
-            self._add_on_device(coefficients, verdict)
+        numbers, (left_out, overflow, _) = self.values, verdict
+        if isinstance(numbers, Tensor):
+            self._add_on_device(numbers, coefficients, verdict)
         elif left_out:
             numbers[_OVERFLOWED if overflow else _SKIPPED] += 1
             numbers[_IN_A_ROW] += not overflow
@@ -111,63 +108,53 @@ class StepCounts:
                     numbers[2] += 1
                     numbers[3] += True in [c < BARELY for c in coefficients]
 
-    def _add_on_device(self, coefficients: Sequence[float | Tensor], verdict: Verdict) -> None:
+    def _add_on_device(
+        self, counts: Tensor, coefficients: Sequence[float | Tensor], verdict: Verdict
+    ) -> None:
         """As `add`, by operators."""
-        counts, (left_out, overflow, _) = self._counts, verdict
-        if left_out is True:
-            counts.add_(self._overflowed if overflow else self._skipped)
-            self._may_have_skipped = True
-            return
-        step = self._unmeasured
+        least: float | Tensor = _UNMEASURED
         if coefficients:
-            step = self._least(coefficients).reshape(1) < self._bounds
-        if not isinstance(left_out, Tensor):
-            counts.add_(step)
-            if self._may_have_skipped:
-                counts[_IN_A_ROW].zero_()
-                self._may_have_skipped = False
-            return
-        reason = self._overflowed if overflow is left_out else self._skipped
-        if isinstance(overflow, Tensor) and overflow is not left_out:
-            reason = torch.where(overflow.to(counts.device), self._overflowed, reason)
-        left_out = left_out.to(counts.device).reshape(())
-        counts.add_(torch.where(left_out, reason, step))
-        counts[_IN_A_ROW].mul_(left_out)
-        self._may_have_skipped = True
+            found = [self._here(coefficient) for coefficient in coefficients]
+            # NaN counts as 1. Two tensors with a dimension are compared in the wider dtype.
+            least = (found[0] if len(found) == 1 else torch.stack(found)).nan_to_num(nan=1.0)
+            least = least.amin(0, keepdim=True) if least.dim() else least.reshape(1)
+        step = self._bounds > least
+        if verdict.left_out is False:
+            counts[_IN_A_ROW].zero_()
+        else:
+            left_out, overflow = self._here(verdict.left_out), verdict.overflow
+            reason = self._overflowed if overflow is True else self._skipped
+            if isinstance(overflow, Tensor):
+                reason = torch.where(self._here(overflow), self._overflowed, reason)
+            step = torch.where(left_out, reason, step)
+            counts[_IN_A_ROW].mul_(left_out)
+        counts.add_(step)
 
-    def _least(self, coefficients: Sequence[float | Tensor]) -> Tensor:
-        """The least coefficient, 0-d; 1 in place of NaN."""
-        numbers = [
-            coefficient.to(self.device)
-            if isinstance(coefficient, Tensor)
-            else torch.full((), coefficient, device=self.device)
-            for coefficient in coefficients
-        ]
-        if len(numbers) == 1:
-            return numbers[0].nan_to_num(nan=1.0)
-        return torch.stack(numbers).nan_to_num(nan=1.0).amin()
+    def _here(self, number: float | Tensor) -> Tensor:
+        """A number or flag on the device of the counts, 0-d."""
+        if isinstance(number, Tensor):
+            return number.to(self.device).reshape(())
+        return torch.full((), number, device=self.device)
 
     @outside_inference
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
         if choose.host_decides(device):
-            if self.numbers is None:
-                self.numbers = self._counts.tolist()
+            if isinstance(self.values, Tensor):
+                self.values = self.values.tolist()
             return
         # Never an inference tensor, which no later step could add to.
-        self._counts, self.numbers = self.read().to(device, copy=True), None
-        self._may_have_skipped = True
+        self.values = self.read().to(device, copy=True)
         self._bounds = torch.tensor(_BOUNDS, dtype=torch.float32, device=device)
-        self._skipped, self._overflowed, self._unmeasured = (
-            torch.tensor([i in counted for i in range(len(COUNTS))], device=device)
-            for counted in ((_SKIPPED, _IN_A_ROW), (_OVERFLOWED,), (0,))
-        )
+        # What a step adds that was left out for one of the two reasons.
+        self._skipped = torch.tensor([0, 0, 0, 0, 1, 0, 1], device=device)
+        self._overflowed = torch.tensor([0, 0, 0, 0, 0, 1, 0], device=device)
 
     def load(self, counts: Mapping[str, object]) -> None:
         """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
         counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
         numbers, device = [saved_count(name, counts.get(name, 0)) for name in COUNTS], self.device
-        self.numbers = numbers
+        self.values = numbers
         self.move_(device)
 
 
@@ -374,8 +361,8 @@ class ClipStats:
                 }
             self._last = outcomes
         self._counts.add(coefficients, verdict)
-        known = self._counts.numbers
-        if known is not None and known[2] == _SUSPICIOUS:
+        known = self._counts.values
+        if isinstance(known, list) and known[2] == _SUSPICIOUS:
             self._warn_if_clipped_before(known[2], known[3])
 
     def _kept(self, owner: int | None, outcome: Clipped | None, left_out: Tensor) -> Clipped | None:
