@@ -271,8 +271,7 @@ def clip_gradients_(
         if grad_scale is not None:
             scale = as_grad_scale(grad_scale)
         if state is not None:
-            rule = following = follow(rule, state)
-            following.check_list(gradients.sources or ())
+            rule = following = follow(rule, state, gradients.sources or ())
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)

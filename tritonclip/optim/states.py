@@ -29,7 +29,7 @@ _FEW = 16
 # The keys of the states of the test for outliers.
 _OUTLIERS, _LOSSES = "outliers", "losses"
 # States of tests, and their values after a step.
-Judged = Sequence[tuple[ClipState, "Tensor | list[float]"]]
+Judged = Sequence[tuple[ClipState, Tensor]]
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
@@ -118,10 +118,17 @@ class RuleStates:
         found = [self._rows.setdefault(p, len(self._rows)) for p in parameters]
         self._located, self._in_order = parameters, found == list(range(len(self._rows)))
 
-    def rows(self, parameters: Sequence[Tensor]) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters that were met, None for all in order; and the number of all."""
+    def rows(
+        self, parameters: Sequence[Tensor], positions: Sequence[int] | None = None
+    ) -> tuple[Sequence[int] | None, int]:
+        """The rows of parameters that were met, None for all in order; and the number of all.
+
+        Of those at `positions`, or of all.
+        """
         n = len(self._rows)
-        if self._in_order and len(parameters) == n:
+        if positions is not None:
+            parameters = [parameters[i] for i in positions]
+        elif self._in_order and len(parameters) == n:
             return None, n
         return [self._rows[parameter] for parameter in parameters], n
 
@@ -151,7 +158,7 @@ class RuleStates:
                 above = c_float(above).value
             return norm > above, []
         flag: Flag = False
-        judged: list[tuple[ClipState, Tensor | list[float]]] = []
+        judged: list[tuple[ClipState, Tensor]] = []
         for owner, test in _tests_of(above).items():
             number: float | Tensor = norm
             if owner == _LOSSES:
@@ -163,8 +170,7 @@ class RuleStates:
                 # A user's class, which has no formula in numbers.
                 number = torch.tensor(number, dtype=torch.float64)
             state = self._state_of(owner, test)
-            advance: Any = state.advance if isinstance(number, Tensor) else state.advance_numbers
-            limit, values = advance(test, number)
+            limit, values = state.advance(test, number)
             judged.append((state, values))
             flag = either(flag, number > limit)
         return flag, judged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
@@ -52,8 +53,8 @@ class ClipState:
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # A row, or one for each parameter; numbers where the host advances the rule.
-        self._values: Tensor | list[float] | None = None
+        # A row, or one for each parameter.
+        self._values: Tensor | None = None
         # Values from elsewhere, which no rule has seen; and the rule that has seen them.
         self._is_loaded, self._known_rule = False, None
         # Of the list, for a rule with one row of values.
@@ -85,7 +86,7 @@ class ClipState:
 
     def copied(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """As `state_dict`, with the values as a tensor."""
-        values = self._as_tensor()
+        values = self._values
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
@@ -94,15 +95,7 @@ class ClipState:
     @property
     def _shape(self) -> tuple[int, ...]:
         """Of the values: `(k,)`, or `(n, k)` with a row for each parameter; () before the first."""
-        values = self._as_tensor()
-        return () if values is None else tuple(values.shape)
-
-    def _as_tensor(self) -> Tensor | None:
-        """The values as a tensor."""
-        values = self._values
-        if not isinstance(values, list):
-            return values
-        return upload(values, torch.float64, torch.device("cpu"))
+        return () if self._values is None else tuple(self._values.shape)
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -164,7 +157,7 @@ class ClipState:
             shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
         ):
             return False
-        values = self._as_tensor() if self._is_loaded else None
+        values = self._values if self._is_loaded else None
         if values is not None and not values.is_meta:
             values = values.to("cpu", torch.float64)
             if not rule.accepts(values):
@@ -178,34 +171,31 @@ class ClipState:
 
     def advance(
         self,
-        rule: Adaptive,
-        norm: Tensor,
+        rule: Any,
+        norm: float | Tensor,
         rows: Sequence[int] | None = None,
         n: int | None = None,
         *,
         grows: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[float | Tensor, Tensor]:
         """The limit for a norm, and all values after it, for `commit`; on the norm's device.
 
         For a rule that remembers the norm of each of n parameters, `rows` are those of the norms,
-        None for all in order. Only if it `grows` may n be more than before.
+        None for all in order. Only if it `grows` may n be more than before. A float is the norm of
+        a rule with one row that advances it in numbers.
         """
-        values = self._values_on(norm.device, rule, n, grows=grows)
+        device = norm.device if isinstance(norm, Tensor) else torch.device("cpu")
+        values = self._values_on(device, rule, n, grows=grows)
+        if not isinstance(norm, Tensor):
+            number, numbers = rule.advance_numbers(values.tolist(), norm)
+            # In a third of the time of torch.tensor.
+            return number, torch.frombuffer(array("d", numbers), dtype=torch.float64)
         norm = norm.to(values.dtype)
         if rows is None:
             return advanced(rule, values, norm)
         index = self._index_of(rows, values.device)
         limit, after = advanced(rule, values[index], norm)
         return limit, values.index_copy(0, index, after)
-
-    def advance_numbers(self, rule: Any, norm: float) -> tuple[float, list[float]]:
-        """As `advance`, of a rule that has one row and advances it in numbers."""
-        values = self._values
-        if not isinstance(values, list):
-            self._kind = kind_of(rule)
-            values = self._values = [*rule.start()] if values is None else values.tolist()
-        limit, after = rule.advance_numbers(values, norm)
-        return limit, after
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """ValueError for a list that is not the one that the state knows, of n parameters.
@@ -227,25 +217,17 @@ class ClipState:
         if n is not None and n_known not in (None, n):
             raise _other_list(n_known, n)
 
-    def begin_with(self, parameters: Sequence[Tensor]) -> None:
-        """Keeps the parameters by which the state knows its list."""
-        # Those known have passed `check_list`.
-        if len(parameters) > len(self._list):
-            self._list = list(parameters)
-
     @outside_inference
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters, and a step writes to its own values.
-        values = self._as_tensor()
-        values = None if values is None else values.clone()
+        values = None if self._values is None else self._values.clone()
         return {**self.__dict__, "_list": (), "_known_rule": None, "_values": values}
 
     def _values_on(
         self, device: torch.device, rule: Adaptive, n: int | None, *, grows: bool
     ) -> Tensor:
         """The values on a device, without a wait for it: one row, or one for each of n."""
-        values = self._values = self._as_tensor()
-        n_known = 0 if values is None else len(values)
+        values, n_known = self._values, 0 if self._values is None else len(self._values)
         if n is not None:
             self.begin_as(rule)
             if values is not None and n != n_known and (n < n_known or not grows):
@@ -260,7 +242,7 @@ class ClipState:
     @outside_inference
     def _moved(self, start: Tensor, n_new: int | None) -> Tensor:
         """The values on the device of those of the start, and as many new rows of these."""
-        values, rows = self._as_tensor(), start if n_new is None else start.repeat(n_new, 1)
+        values, rows = self._values, start if n_new is None else start.repeat(n_new, 1)
         if values is None:
             return rows
         values = values.to(start, non_blocking=values.device.type == "cpu")
@@ -273,20 +255,23 @@ class ClipState:
             self._index = key, upload(positions, torch.int64, device)
         return self._index[1]
 
-    def commit(self, values: Tensor | list[float] | None, left_out: bool | Tensor) -> None:
-        """Ends a step: counts it, and keeps its values unless it was left out."""
+    def commit(
+        self, values: Tensor | None, left_out: bool | Tensor, parameters: Sequence[Tensor] = ()
+    ) -> None:
+        """Ends a step: counts it, and keeps its values unless it was left out.
+
+        The state knows its list by `parameters`, which have passed `check_list`.
+        """
         self._steps += 1
+        if len(parameters) > len(self._list):
+            self._list = list(parameters)
         before = self._values
         if values is None or before is None or left_out is True:
             return
-        if isinstance(values, list):
-            self._values = before if left_out else values
-        else:
-            assert isinstance(before, Tensor)
-            if isinstance(left_out, Tensor):
-                values = torch.where(left_out.to(values.device), before, values)
-            # In place, for CUDA graphs.
-            before.copy_(values)
+        if isinstance(left_out, Tensor):
+            values = torch.where(left_out.to(values.device), before, values)
+        # In place, for CUDA graphs.
+        before.copy_(values)
 
     def __repr__(self) -> str:
         calls = "1 call" if self._steps == 1 else f"{self._steps} calls"
@@ -317,21 +302,6 @@ def _is_state(state: object) -> bool:
     )
 
 
-def follow(rule: Rule, state: object) -> BoundRule:
-    """The rule bound to the user's `state` for the next call."""
-    if not isinstance(state, ClipState):
-        raise TypeError(
-            f"state must be a ClipState, got {type(state).__name__}; make state = "
-            "tritonclip.ClipState() before the loop"
-        )
-    if not state.remembers(rule):
-        raise ValueError(
-            f"this state remembers norms for {state._kind}, got the rule {kind_of(rule)}; expected "
-            "the rule of its first call: make a new ClipState() for another rule"
-        )
-    return BoundRule(rule.at(state.steps), state)
-
-
 def dtype_on(device: torch.device) -> torch.dtype:
     """The dtype of values; some devices have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -343,65 +313,75 @@ def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-# Returns the row of each parameter of a list, None for all rows in order; and their number.
-Numbering = Callable[[], tuple[Sequence[int] | None, int]]
-
-
-def _rows_of(measured: Measured, numbering: Numbering | None) -> tuple[Sequence[int] | None, int]:
-    """The row of each measured gradient, None for all in order; and the number of all rows."""
-    positions, n = measured.positions()
-    if numbering is None:
-        return positions, n
-    rows, n = numbering()
-    if rows is None or positions is None:
-        return rows if positions is None else positions, n
-    return [rows[i] for i in positions], n
+# From the positions of gradients among the parameters, None for all: the row of each, None for all
+# rows in order; and the number of all rows.
+Numbering = Callable[[Sequence[int] | None], tuple[Sequence[int] | None, int]]
 
 
 class BoundRule(Rule):
-    """A rule bound to its state for one call: its limit is computed once, and then remembered."""
+    """A rule bound to its state for one call: its limit is computed once, and then remembered.
 
-    _limit: float | list[float] | Tensor | None = None
-    _list: Sequence[Tensor] = ()
+    The state knows its list by `parameters`; a `numbering` gives each parameter its row.
+    """
+
+    _limit: Any = None
     _values: Tensor | None = None
 
-    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
-        self.rule, self.state, self._numbering = rule, state, numbering
+    def __init__(
+        self,
+        rule: Any,
+        state: ClipState,
+        numbering: Numbering | None = None,
+        parameters: Sequence[Tensor] = (),
+    ) -> None:
+        self.rule, self.state = rule, state
+        self._numbering, self._parameters = numbering, parameters
 
-    def limit(self, measured: Measured) -> float | list[float] | Tensor:
+    def limit(self, measured: Measured) -> Any:
         """The limit of the call; the same, however often it is asked for."""
-        if self._limit is None:
-            if isinstance(self.rule, Adaptive):
-                rows, n = None, None
-                if self.per_gradient:
-                    rows, n = _rows_of(measured, self._numbering)
-                elif self._numbering is None:
-                    self.state._n_parameters = measured.positions()[1]
-                grows = self._numbering is not None
-                self._limit, self._values = self.state.advance(
-                    self.rule, measured.norm(), rows, n, grows=grows
-                )
-            else:
-                self._limit = self.rule.limit(measured)
+        if self._limit is None and not isinstance(self.rule, Adaptive):
+            self._limit = self.rule.limit(measured)
+        elif self._limit is None:
+            rows, n, numbering = None, None, self._numbering
+            if self.per_gradient:
+                rows, n = measured.positions()
+                if numbering is not None:
+                    rows, n = numbering(rows)
+            elif numbering is None:
+                self.state._n_parameters = measured.positions()[1]
+            self._limit, self._values = self.state.advance(
+                self.rule, measured.norm(), rows, n, grows=numbering is not None
+            )
         return self._limit
 
     def __repr__(self) -> str:
         return repr(self.rule)
 
-    def check_list(self, parameters: Sequence[Tensor]) -> None:
-        """ValueError for another list of parameters, with and without a gradient, than before."""
-        adaptive = isinstance(self.rule, Adaptive)
-        self._list = parameters if adaptive and self.per_gradient else parameters[:1]
-        if parameters:
-            self.state.check_list(self._list, len(parameters) if adaptive else None)
-
     def commit(self, left_out: bool | Tensor = False) -> None:
         """Makes the state remember this call; one that was left out is only counted."""
-        if self._list:
-            self.state.begin_with(self._list)
-        self.state.commit(self._values, left_out)
+        self.state.commit(self._values, left_out, self._parameters)
 
 
 _NUMBERS = ("norm_type", "eps", "bounds", "interval", "keeps_zero")
 for _name in ("name", "per_gradient", "per_unit", "clamps", *_NUMBERS):
     setattr(BoundRule, _name, property(attrgetter(f"rule.{_name}")))
+
+
+def follow(rule: Rule, state: object, parameters: Sequence[Tensor]) -> BoundRule:
+    """The rule bound to the user's `state` for the next call; raises for another list."""
+    if not isinstance(state, ClipState):
+        raise TypeError(
+            f"state must be a ClipState, got {type(state).__name__}; make state = "
+            "tritonclip.ClipState() before the loop"
+        )
+    if not state.remembers(rule):
+        raise ValueError(
+            f"this state remembers norms for {state._kind}, got the rule {kind_of(rule)}; expected "
+            "the rule of its first call: make a new ClipState() for another rule"
+        )
+    of_step, adapts = rule.at(state.steps), isinstance(rule, Adaptive)
+    # All of them, with and without a gradient, for a rule that remembers the norm of each.
+    known_by = parameters if adapts and rule.per_gradient else parameters[:1]
+    if parameters:
+        state.check_list(known_by, len(parameters) if adapts else None)
+    return BoundRule(of_step, state, None, known_by)
