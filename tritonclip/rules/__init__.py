@@ -1,14 +1,17 @@
 """Rules: the limits of gradients. `__all__` has the public names, which are tritonclip's too."""
 
-from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue
+from tritonclip.rules.fixed import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByRMS,
+    ClipByUnitNorm,
+    ClipByValue,
+)
 from tritonclip.rules.fixed import as_rule as as_rule
 from tritonclip.rules.fixed import known_rule as known_rule
 from tritonclip.rules.fixed import rule_for_one as rule_for_one
 from tritonclip.rules.fixed import rule_of as rule_of
-from tritonclip.rules.history import ClipByOwnHistory
-from tritonclip.rules.outlier import LossOutlier as LossOutlier
-from tritonclip.rules.outlier import Outlier
-from tritonclip.rules.quantile import ClipByOwnQuantile, ClipByQuantile
+from tritonclip.rules.moving_average import ClipByOwnHistory, ClipByZScore
 from tritonclip.rules.rule import AdaptiveRule, Rule
 from tritonclip.rules.rule import Measured as Measured
 from tritonclip.rules.rule import Norm as Norm
@@ -17,8 +20,8 @@ from tritonclip.rules.state import BoundRule as BoundRule
 from tritonclip.rules.state import ClipState
 from tritonclip.rules.state import Numbering as Numbering
 from tritonclip.rules.state import follow as follow
-from tritonclip.rules.unitwise import ClipByUnitNorm
-from tritonclip.rules.zscore import ClipByZScore
+from tritonclip.rules.window import ClipByOwnQuantile, ClipByQuantile, Outlier
+from tritonclip.rules.window import LossOutlier as LossOutlier
 
 __all__ = [
     "AdaptiveRule",
