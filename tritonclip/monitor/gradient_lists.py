@@ -55,7 +55,6 @@ class GradientLists:
     def __init__(self) -> None:
         self._lists: list[GradientList] = []
         self._known: dict[tuple[int, ...], GradientList] = {}
-        self._by_size: dict[tuple[int, int], list[GradientList]] = {}
         # Lists by the identity of their first and last tensors.
         self._variants: Counter[int] = Counter()
         # Lists whose members change, by an end that stays; None if none does.
@@ -92,12 +91,10 @@ class GradientLists:
             if number in found:
                 one.changes = one.n_tensors == 0
                 one.storage = _weak_storage([torch.empty(1, device="cpu")])
-                self._by_size.setdefault(found[number], []).append(one)
 
     def _of_new(self, members: tuple[int, ...], size: tuple[int, int]) -> GradientList | None:
-        alike = self._by_size.setdefault(size, [])
-        for one in alike:
-            if one.is_freed:
+        for one in self._lists:
+            if (one.n_tensors, one.n_elements) == size and one.is_freed and not one.changes:
                 return one
         ends = {members[0], members[-1]} if len(members) > 1 else set()
         for end in ends:
@@ -109,7 +106,6 @@ class GradientLists:
         found = self._new(*size)
         if found is not None:
             self._variants.update(ends)
-            alike.append(found)
         return found
 
     def _that_changes(self, end: int | None) -> GradientList | None:

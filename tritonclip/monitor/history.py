@@ -41,8 +41,8 @@ _THEIR_NAMES = {
 _NOT_OF_TRAINING = {"eval", "val", "valid", "validation", "test"}
 # A scalar that TensorBoard exports.
 _TENSORBOARD = ["Wall time", "Step", "Value"]
-# A line of a file and its cells, by the names of the file's columns.
-_Row = tuple[str, Mapping[str, str]]
+# Where the cells of a row stand in a file, and the cells.
+_Row = tuple[str, list[str]]
 
 
 @dataclass
@@ -183,11 +183,8 @@ def read(path: str | os.PathLike[str], column: str | None = None) -> History:
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if is_json:
-            names, rows = _logged_in(text)
-        else:
-            names, rows = _table_in(text[: text.rfind("\n") + 1])
-        return _history_of(names, rows, column)
+        rows = _logged_in(text) if is_json else _table_in(text[: text.rfind("\n") + 1])
+        return _history_of(rows, column)
     except UnicodeDecodeError:
         error = "expected text in UTF-8, got other bytes"
     except ValueError as found:
@@ -195,61 +192,52 @@ def read(path: str | os.PathLike[str], column: str | None = None) -> History:
     raise ValueError(f"{path} is not a history file: {error}; {_WRITTEN_BY}") from None
 
 
-def _table_in(text: str) -> tuple[list[str], Iterator[_Row]]:
-    """The names of the columns of a CSV table, and its rows."""
+def _table_in(text: str) -> Iterator[_Row]:
+    """The rows of a CSV table; the first has the names of the columns."""
     lines = csv.reader(io.StringIO(text))
-    known = {*COLUMNS, LIST}
-
-    def rows() -> Iterator[_Row]:
-        try:
-            for cells in lines:
-                if cells and len(cells) != len(names):
-                    raise ValueError(
-                        f"line {lines.line_num}: expected {len(names)} cells, as the first line "
-                        f"has, got {len(cells)}"
-                    )
-                if cells:
-                    yield f"line {lines.line_num}", dict(zip(names, cells, strict=True))
-        except csv.Error as error:
-            expected = f"line {lines.line_num}: expected comma-separated values"
-            raise ValueError(f"{expected}: {error}") from None
-
     try:
-        header = next(lines, [])
+        for cells in lines:
+            yield f"line {lines.line_num}", cells
     except csv.Error as error:
-        raise ValueError(f"line 1: expected comma-separated values: {error}") from None
-    # A name may end in a space.
-    names = [n.strip() if n.strip() in known else n.lstrip() for n in header]
-    return names, rows()
+        expected = f"line {lines.line_num}: expected comma-separated values"
+        raise ValueError(f"{expected}: {error}") from None
 
 
-def _logged_in(text: str) -> tuple[list[str], Iterator[_Row]]:
+def _logged_in(text: str) -> Iterator[_Row]:
     """The same of the state that a trainer of Hugging Face saves."""
     state = json.loads(text)
     logged = state.get("log_history") if isinstance(state, dict) else None
     if not (isinstance(logged, list) and all(isinstance(entry, dict) for entry in logged)):
         raise ValueError("expected 'log_history', a list of dicts, as in a trainer_state.json")
-    # A norm that is None is unknown.
-    rows = (
-        (f"entry {i}", {k: "" if v is None else str(v) for k, v in entry.items()})
-        for i, entry in enumerate(logged)
-    )
-    return list(dict.fromkeys(name for entry in logged for name in entry)), rows
+    names = list(dict.fromkeys(name for entry in logged for name in entry))
+    yield "", names
+    for i, entry in enumerate(logged):
+        # A norm that is None is unknown.
+        cells = map(entry.get, names)
+        yield f"entry {i}", ["" if cell is None else str(cell) for cell in cells]
 
 
-def _history_of(names: Sequence[str], rows: Iterator[_Row], column: str | None) -> History:
+def _history_of(rows: Iterator[_Row], column: str | None) -> History:
     """The history in a table; ValueError, with the number of the line, for any other table."""
-    theirs = _columns_in(names, column)
+    known = {*COLUMNS, LIST}
+    _, header = next(rows, ("", []))
+    # A name may end in a space.
+    names = [n.strip() if n.strip() in known else n.lstrip() for n in header]
+    places = {name: i for i, name in enumerate(names)}
+    theirs = {ours: places[given] for ours, given in _columns_in(names, column).items()}
     columns = {name: array("d") for name in theirs}
     lists: dict[str, int] = {}
     for line, cells in rows:
-        if cells.get(theirs["norm"]):
-            for name, given in theirs.items():
-                cell = cells.get(given, "")
+        if cells and len(cells) != len(names):
+            raise ValueError(
+                f"{line}: expected {len(names)} cells, as the first line has, got {len(cells)}"
+            )
+        if cells and cells[theirs["norm"]]:
+            for name, i in theirs.items():
                 if name == LIST:
-                    number = float(lists.setdefault(cell, len(lists)))
+                    number = float(lists.setdefault(cells[i], len(lists)))
                 else:
-                    number = _number(line, name, cell)
+                    number = _number(line, name, cells[i])
                 columns[name].append(number)
             _check_last(line, columns)
     if not columns or not columns["norm"]:

@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn
@@ -22,10 +21,10 @@ from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.gradient_lists import MOST_LISTS, GradientLists
 from tritonclip.monitor.history import COLUMNS, LIST, PREFIX, check_path
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
-from tritonclip.rules.arguments import as_count, as_flag, local_number
+from tritonclip.rules.arguments import as_count, as_flag, as_number, local_number
 
-# Places of cells that are no floating-point numbers.
-_STEP, _SKIPPED = COLUMNS.index("step"), COLUMNS.index("skipped")
+# The place of a truth value in a row.
+_SKIPPED = COLUMNS.index("skipped")
 # Seconds from flush to flush where steps are slow. A flush may write what the last one began to
 # copy, so that a row is in the file after twice this time.
 _FLUSH_SECONDS = 5.0
@@ -144,7 +143,7 @@ class Recorder:
             raise FileNotFoundError(
                 f"{self.path}: expected an existing folder, got {self.path.parent}; make it first"
             )
-        self._rows = _RowWriter(_HistoryFile(self.path), every)
+        self._rows = _RowWriter(self.path, every)
         self.steps: int = 0
         self.names: tuple[str, ...] | None = None
         # Whether rows say which list they are of; fixed by the first row.
@@ -181,7 +180,7 @@ class Recorder:
         """Adds a step that was prepared; raises as `add_` does.
 
         The row has checked values: norm, coefficient, limit, whether it was skipped, loss and the
-        norms of the names. A 1-d tensor has several.
+        norms of the names.
         """
         self._check_open()
         rows = self._rows
@@ -327,7 +326,7 @@ class Recorder:
         """
         steps = saved_steps(state)
         self._rows.flush()
-        self.steps = self._rows.file.resumed = steps
+        self.steps = self._rows.resumed = steps
 
     def _check_names(self, names: tuple[str, ...], of_list: bool) -> None:
         if self.names == names:
@@ -351,9 +350,9 @@ class Recorder:
                 "the group"
             )
         if self.writes:
-            self._rows.file.begin(names, of_list=of_list)
+            self._rows.begin(names, of_list=of_list)
             if of_list:
-                self._lists.resume(self._rows.file.lists())
+                self._lists.resume(self._rows.lists())
         self.names, self._has_lists = names, of_list
 
     def _check_open(self) -> None:
@@ -421,12 +420,11 @@ def _checked_value(
                 f"on {value.device}; if it holds the norms of gradients, pass norms.max()"
             )
         return value
-    if value is None:
-        return None
-    if isinstance(value, bool) is not of_truth or not isinstance(value, Real):
-        expected = "a truth value" if of_truth else "a number"
-        raise TypeError(f"{name} must be {expected} or a one-element tensor, got {value!r:.80}")
-    number = float(value)
+    if value is None or (of_truth and isinstance(value, bool)):
+        return value
+    if of_truth:
+        raise TypeError(f"{name} must be a truth value or a one-element tensor, got {value!r:.80}")
+    number = as_number(name, value)
     if number < least:
         raise ValueError(f"{name} must be {least:g} or more, got {number}")
     return number
@@ -439,19 +437,25 @@ def _as_csv(rows: Sequence[Sequence[float | str | None]]) -> bytes:
     return text.getvalue().encode()
 
 
-class _HistoryFile:
-    """The file of a recorder, made with the first rows.
+class _RowWriter:
+    """Carries rows from their device to the file; outlives its recorder until they are written.
 
-    `resumed` is the step of a checkpoint whose run continues, until rows are written: these replace
-    the rows of later steps in the file.
+    The file is made with the first rows. `resumed` is the step of a checkpoint whose run continues,
+    until rows are written: these replace the rows of later steps in the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.process = path, os.getpid()
+        self.buffer = RowBuffer(every)
         self.resumed: int | None = None
+        # On the host, and not yet written.
+        self._arrived: list[Row] = []
         self._header = b""
         # The bytes of whole lines; None before the first ones, when nobody else may have written.
         self._size: int | None = None
+        # Threads may add rows, and a handler of signals may flush in the midst of it.
+        self.lock = threading.RLock()
+        self.due = monotonic() + _FLUSH_SECONDS
 
     def begin(self, names: Sequence[str], *, of_list: bool) -> None:
         """Fixes the columns, at the first row; raises if the file has others, or another run."""
@@ -486,11 +490,26 @@ class _HistoryFile:
         with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
             return list(dict.fromkeys(row[at] for row in csv.reader(file) if len(row) > at))
 
-    def append(self, rows: Sequence[Row]) -> None:
-        """Writes rows."""
+    def flush(self, *, wait: bool = True) -> None:
+        """Writes the rows on the host, with `wait` all rows; none in a fork."""
+        if os.getpid() != self.process:
+            return
+        with self.lock:
+            self.due = monotonic() + _FLUSH_SECONDS
+            self.buffer.send_()
+            self._arrived += self.buffer.take(wait=wait)
+            if self._arrived:
+                self._write()
+                self._arrived = []
+
+    def _write(self) -> None:
+        """Writes the rows on the host."""
         if self.resumed is not None:
             self._size, self.resumed = self._size_until(self.resumed), None
-        data = _as_csv(list(map(_cells_of, rows)))
+        for row in self._arrived:
+            if row[_SKIPPED] is not None:
+                row[_SKIPPED] = int(row[_SKIPPED])
+        data = _as_csv(self._arrived)
         with self.path.open("ab") as file:
             there = file.seek(0, os.SEEK_END)
             if self._size is None and there:
@@ -514,43 +533,9 @@ class _HistoryFile:
                 size += len(line)
         return size
 
-
-def _cells_of(row: Row) -> Row:
-    """The cells of a row: the step as a whole number, `skipped` as 1 or 0."""
-    cells = [*row]
-    for at in (_STEP, _SKIPPED):
-        if (value := cells[at]) is not None:
-            cells[at] = int(value)
-    return cells
-
-
-class _RowWriter:
-    """Carries rows from their device to the file; outlives its recorder until they are written."""
-
-    def __init__(self, file: _HistoryFile, every: int) -> None:
-        self.file, self.process = file, os.getpid()
-        self.buffer = RowBuffer(every)
-        # On the host, and not yet written.
-        self._arrived: list[Row] = []
-        # Threads may add rows, and a handler of signals may flush in the midst of it.
-        self.lock = threading.RLock()
-        self.due = monotonic() + _FLUSH_SECONDS
-
-    def flush(self, *, wait: bool = True) -> None:
-        """Writes the rows on the host, with `wait` all rows; none in a fork."""
-        if os.getpid() != self.process:
-            return
-        with self.lock:
-            self.due = monotonic() + _FLUSH_SECONDS
-            self.buffer.send_()
-            self._arrived += self.buffer.take(wait=wait)
-            if self._arrived:
-                self.file.append(self._arrived)
-                self._arrived = []
-
     def end(self) -> None:
         """Writes all rows, or warns of those that are lost."""
         try:
             self.flush()
         except Exception as error:
-            warn_user(f"rows for {self.file.path} are lost: {error}", RuntimeWarning)
+            warn_user(f"rows for {self.path} are lost: {error}", RuntimeWarning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,8 @@ Row = list[Any]
 _BLOCK = 2**17
 
 
-class _Copy(NamedTuple):
-    """Rows on their way to the host, None for each tensor; `columns` are those of its tensors."""
-
-    rows: list[Row]
-    columns: list[tuple[int, ...]]
-    values: Tensor | None
-    arrival: Any
+# Stands in a row for a number that its device has.
+_ON_DEVICE: Any = object()
 
 
 class RowBuffer:
@@ -33,27 +28,24 @@ class RowBuffer:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._rows: list[Row] = []
-        self._columns: list[tuple[int, ...]] = []
         self._block: Tensor | None = None
         # The last CUDA stream that wrote to the block.
         self._stream: Any = None
-        self._copies: deque[_Copy] = deque()
+        # Rows on their way to the host, with the numbers of each, and the event of their arrival.
+        self._copies: deque[tuple[list[Row], Tensor | None, Any]] = deque()
 
     def add_(self, row: Sequence[Value | str]) -> None:
-        """Adds a row: numbers, text, None, and tensors; a 1-d one stands for its elements."""
+        """Adds a row: numbers, text, None, and tensors of one element."""
         cells: Row = []
-        columns: list[int] = []
         tensors = []
         for value in row:
             if isinstance(value, Tensor):
                 tensors.append(value)
-                columns += range(len(cells), len(cells) + value.numel())
-                cells += [None] * value.numel()
+                cells.append(_ON_DEVICE)
             else:
                 cells.append(value)
         if tensors:
-            self._write_(tensors, len(columns))
-        self._columns.append(tuple(columns))
+            self._write_(tensors, len(tensors))
         # Last: a flush by a handler of signals may come between any two lines.
         self._rows.append(cells)
 
@@ -85,7 +77,7 @@ class RowBuffer:
         if not self._rows:
             return
         values, arrival = None, None
-        if self._block is not None and any(self._columns):
+        if self._block is not None:
             _refuse_capture(self._block.device)
             if self._block.device.type == "cuda":
                 self._stream = follow_stream(self._stream, [self._block], self._block.device)
@@ -93,24 +85,24 @@ class RowBuffer:
             if values.device == self._block.device:
                 # The copy is the block.
                 self._block = None
-        self._copies.append(_Copy(self._rows, self._columns, values, arrival))
-        self._rows, self._columns = [], []
+        self._copies.append((self._rows, values, arrival))
+        self._rows = []
 
     def take(self, *, wait: bool) -> list[Row]:
         """The rows that have arrived since the last call, in order; with `wait` all rows sent."""
         taken: list[Row] = []
         while self._copies:
-            rows, columns, values, arrival = self._copies[0]
+            rows, values, arrival = self._copies[0]
             if arrival is not None:
                 if wait:
                     arrival.synchronize()
                 elif not arrival.query():
                     break
             self._copies.popleft()
-            numbers: list[list[float]] = [] if values is None else values.tolist()
-            for row, of_row, found in zip(rows, columns, numbers, strict=False):
-                for i, number in zip(of_row, found, strict=False):
-                    row[i] = number
+            of_rows: list[list[float]] = [] if values is None else values.tolist()
+            for row, of_row in zip(rows, of_rows, strict=False):
+                numbers = iter(of_row)
+                row[:] = [next(numbers) if cell is _ON_DEVICE else cell for cell in row]
             taken += rows
         return taken
 
