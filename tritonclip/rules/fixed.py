@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -301,16 +301,13 @@ class ClipByValue(Rule):
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)
 
-    # Hidden from type checkers, which would let every name pass.
-    if not TYPE_CHECKING:
+    @cached_property
+    def bounds(self) -> Bounds:  # type: ignore[override]
+        return Bounds(*self.interval())
 
-        def __getattr__(self, name: str) -> Bounds:
-            """Computes `bounds`, which is no field, at its first use."""
-            if name != "bounds":
-                # Raises Python's error for a missing attribute.
-                return object.__getattribute__(self, name)
-            object.__setattr__(self, "bounds", Bounds(*self.interval()))
-            return self.bounds
+    def __getstate__(self) -> dict[str, Any]:
+        # The fields alone.
+        return {name: value for name, value in vars(self).items() if name != "bounds"}
 
     @property
     def keeps_zero(self) -> bool:

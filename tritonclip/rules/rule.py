@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -
 @dataclass_transform(frozen_default=True, field_specifiers=(checked,))
 def rule(cls: Kind) -> Kind:
     """Makes a class a frozen value of `checked` fields, which a checkpoint may have."""
-    made: Any = dataclass(frozen=True, slots=True)(cls)
+    made: Any = dataclass(frozen=True)(cls)
     made.checks = tuple(
         (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
     )
@@ -81,7 +81,6 @@ def rule(cls: Kind) -> Kind:
 class _Checked:
     """Checks the arguments of a `rule`."""
 
-    __slots__ = ()
     # The names and checks of fields, in order.
     checks: ClassVar[Sequence[tuple[str, Callable[[str, object], object]]]] = ()
 
@@ -121,7 +120,6 @@ class Rule(_Checked):
         tensor(0.9076)
     """
 
-    __slots__ = ("bounds",)
     # The arguments of the constructor, in order; a dataclass sets it.
     __match_args__: ClassVar[tuple[str, ...]] = ()
     # The arguments that may be functions of the step.
@@ -207,15 +205,13 @@ class Rule(_Checked):
 
     def at(self, step: int) -> Rule:
         """The rule of a step: functions of the step are replaced by their values."""
-        if not any(callable(getattr(self, name)) for name in self.schedules):
-            return self
-        fields = {name: getattr(self, name) for name in self.__match_args__}
+        numbers = {}
         for name in self.schedules:
-            if callable(fields[name]):
-                number = fields[name](step)
+            if callable(schedule := getattr(self, name)):
+                number = schedule(step)
                 is_zero = isinstance(number, float | int) and number == 0
-                fields[name] = OF_SCHEDULE if is_zero and number is not False else number
-        return type(self)(*fields.values())
+                numbers[name] = OF_SCHEDULE if is_zero and number is not False else number
+        return replace(self, **numbers) if numbers else self  # type: ignore[type-var]  # a dataclass
 
     def interval(self) -> tuple[float, float]:
         """The least and the largest value of an element, for a rule that clamps."""
@@ -235,8 +231,6 @@ class Adaptive(_Checked):
     a step that is skipped leaves no trace. On a few numbers, calling an operator costs more than
     its arithmetic: `advance` has few.
     """
-
-    __slots__ = ()
 
     def __init_subclass__(cls) -> None:
         """Drops the check of states where a class or mixin overrides `advance`."""
@@ -303,8 +297,6 @@ class AdaptiveRule(Adaptive, Rule):
         >>> weight.grad
         tensor([0., 4.])
     """
-
-    __slots__ = ()
 
     def __init_subclass__(cls) -> None:
         """Refuses a `limit`, which nothing would ask."""
