@@ -60,13 +60,6 @@ def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
         )
 
 
-def check_group(number: int, group: Mapping[str, Any]) -> None:
-    """Refuses a group whose `clip` is no rule, or whose update is to be differentiated."""
-    if "clip" in group:
-        rule_of(number, group)
-    refuse_differentiable(number, group)
-
-
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]

@@ -32,9 +32,9 @@ from tritonclip.optim.checkpoint import (
 )
 from tritonclip.optim.clip_groups import (
     Grouping,
-    check_group,
     grads_in,
     refuse_differentiable,
+    rule_of,
     unclipped_in,
 )
 from tritonclip.optim.closures import Closure, refuse_judging, take_closure
@@ -168,7 +168,7 @@ class ClippedOptimizer(ScalerSide):
         self.stats = ClipStats(self._grouping.device)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
-            check_group(number, group)
+            refuse_differentiable(number, group)
         # Gradients that a step began to divide by a loss scale, and then failed; empty while one
         # that has not updated the parameters goes on; None in all other cases.
         self._divided: list[ref[Tensor]] | None = None
@@ -442,8 +442,10 @@ class ClippedOptimizer(ScalerSide):
             TypeError, ValueError: a `clip` that is no rule; differentiable=True.
         """
         if isinstance(param_group, dict):
-            filled = {**self.defaults, **param_group}
-            check_group(len(self.param_groups), filled)
+            number, filled = len(self.param_groups), {**self.defaults, **param_group}
+            refuse_differentiable(number, filled)
+            if "clip" in filled:
+                rule_of(number, filled)
         super().add_param_group(param_group)
         mark_(self.param_groups)
         self._grouping.rules()
@@ -521,35 +523,32 @@ class ClippedOptimizer(ScalerSide):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
+        group, copies, _ = self._grouping.processes or (None, None, ())
         return {
-            "optimizer": self.optimizer,
-            "clip": self.clip,
-            "nonfinite": self.nonfinite,
-            "memory": self._states,
+            "arguments": {
+                "optimizer": self.optimizer,
+                "max_norm": self.clip,
+                "nonfinite": self.nonfinite,
+                "skip_above": self.skip_above,
+                "process_group": group,
+                "copies": copies,
+            },
             "max_consecutive_skips": self.max_consecutive_skips,
+            "memory": self._states,
             "stats": self.stats,
-            "unclipped": unclipped_in(self.optimizer.param_groups),
-            "processes": self._grouping.processes,
+            "unclipped": unclipped_in(self.param_groups),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        optimizer, states = state["optimizer"], state["memory"]
+        arguments = state["arguments"]
         for number, position in state["unclipped"]:
             # Copies of parameters have no attributes.
-            optimizer.param_groups[number]["params"][position].need_clip = False
-        group, copies, _ = state["processes"] or (None, None, ())
-        ClippedOptimizer.__init__(
-            self,
-            optimizer,
-            state["clip"],
-            nonfinite=state["nonfinite"],
-            skip_above=states.skip_above,
-            process_group=group,
-            copies=copies,
-        )
+            arguments["optimizer"].param_groups[number]["params"][position].need_clip = False
+        ClippedOptimizer.__init__(self, **arguments)
+        # Not one of the arguments: the policy may have been replaced by one that skips no step.
         self._watch = SkipWatch(state["max_consecutive_skips"])
-        self.stats, self._states = state["stats"], states
-        states.grouping = self._grouping
+        self.stats, self._states = state["stats"], state["memory"]
+        self._states.grouping = self._grouping
 
     def __repr__(self) -> str:
         above = "" if self.skip_above is None else f"skip_above={self.skip_above}, "
