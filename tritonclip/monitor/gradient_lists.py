@@ -1,7 +1,5 @@
 """Which list of parameters, or of gradients, a call of torch's functions is on."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence

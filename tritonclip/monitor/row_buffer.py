@@ -1,7 +1,5 @@
 """A buffer of rows on their device, which are copied to the host without waiting for them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any

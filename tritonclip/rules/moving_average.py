@@ -1,7 +1,5 @@
 """Limits from moving averages: of all norms, or of those of each gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The state of a rule between calls, and the rule bound to it for one call."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Limits from a window of the last norms: a quantile of them, or far above their mean."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
