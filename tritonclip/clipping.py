@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
 from tritonclip.distributed.agreement import verify_replicas
-from tritonclip.distributed.process_groups import Copies, Processes, check_processes
+from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute, verify
 from tritonclip.engine.arguments import GradientSource, as_list
@@ -24,7 +24,7 @@ from tritonclip.engine.checks import (
     Nonfinite,
     unknown_policy,
 )
-from tritonclip.engine.gradients import Gradients, collect, collect_tensors
+from tritonclip.engine.gradients import collect, collect_tensors
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -260,7 +260,9 @@ def clip_gradients_(
     if process_group is not None or copies is not None:
         processes = check_processes(process_group, copies)
     if are_gradients:
-        gradients = _collect_tensors(argument, rule, state, processes)
+        # Read once: their number is asked for below.
+        argument = argument if state is None else as_list(argument)
+        gradients = collect_tensors(argument, processes=processes, writes=True)
     elif isinstance(argument, GradientSource):
         gradients = argument.gradients(rule, state, processes)
     else:
@@ -272,6 +274,12 @@ def clip_gradients_(
             scale = as_grad_scale(grad_scale)
         if state is not None:
             rule = following = follow(rule, state, gradients.sources or ())
+            n, n_distinct = len(argument) if are_gradients else 0, len(gradients.tensors)
+            if are_gradients and rule.per_gradient and n_distinct != n:
+                raise ValueError(
+                    f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
+                    f"tensors at {n} positions; expected one at each, and none twice"
+                )
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
@@ -307,22 +315,3 @@ def raise_everywhere(
         return
     gradients.reject_(error)
     verify.agree_on(gradients, "clip", ClipByGlobalNorm(1.0))
-
-
-def _collect_tensors(
-    tensors: Tensors, rule: Rule, state: ClipState | None, processes: Processes | None
-) -> Gradients:
-    """Gradients that are the tensors themselves; a state knows each by its position."""
-    if state is None or not rule.per_gradient:
-        return collect_tensors(tensors, processes=processes, writes=True)
-    tensors = as_list(tensors)
-    gradients = collect_tensors(tensors, processes=processes, writes=True)
-    n, n_distinct = len(tensors), len(gradients.tensors)
-    if n_distinct != n and gradients.error is None:
-        gradients.reject_(
-            ValueError(
-                f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
-                f"tensors at {n} positions; expected one at each, and none twice"
-            )
-        )
-    return gradients

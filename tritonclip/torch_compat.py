@@ -17,7 +17,6 @@ from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import labelled, needs_clip, tensors_in
-from tritonclip.engine.checks import refuse_negative
 from tritonclip.engine.gradients import collect, collect_tensors
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Norm, Rule, rule_of
@@ -292,7 +291,9 @@ def clip_grads_with_norm_(
         if hasattr(total_norm, "full_tensor"):
             total_norm = cast(Tensor, total_norm.full_tensor())
         check_one_float("total_norm", total_norm)
-        refuse_negative(total_norm)
+        # Only where it can be read at no cost.
+        if total_norm.device.type == "cpu" and (number := float(total_norm.detach())) < 0:
+            raise ValueError(f"total_norm must be 0 or more, got {number}")
     else:
         number = as_limit("total_norm", total_norm)
         total_norm = torch.tensor(number, dtype=torch.float64, device="cpu")

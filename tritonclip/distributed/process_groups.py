@@ -8,8 +8,8 @@ be a collective of all processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,7 +54,6 @@ class Domain:
         mesh_groups: the groups that reach the meshes: the first of `groups`, or none of them where
             the user's group holds the meshes.
         uncovered: why shards of the list may lie outside; "" where they do not.
-        carriers: see `carrier`.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -62,24 +61,12 @@ class Domain:
     inner: int
     mesh_groups: tuple[ProcessGroup, ...] = ()
     uncovered: str = ""
-    carriers: dict[tuple[ProcessGroup, str], torch.device | None] = field(default_factory=dict)
 
     @property
     def by_mesh_first(self) -> bool:
         """Whether a reduction over the domain begins with one over the meshes."""
         n = len(self.mesh_groups)
         return n > 0 and self.groups[:n] == self.mesh_groups
-
-    def carrier(self, group: ProcessGroup, device: torch.device) -> torch.device | None:
-        """The device on which a group reduces numbers of a device; None for the same one."""
-        key = group, device.type
-        if key not in self.carriers:
-            # A device that it has a backend for: with CPU offload, NCCL reduces nothing there.
-            config = dist.get_backend_config(group)
-            types = [part.split(":")[0] for part in config.split(",") if ":" in part]
-            is_same = not types or device.type in types
-            self.carriers[key] = None if is_same else torch.device(types[0])
-        return self.carriers[key]
 
 
 def check_processes(process_group: object, copies: object) -> Processes | None:
@@ -117,7 +104,7 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
     if process_group is None:
         return Domain(groups, inner, inner, groups, _uncovered(meshes, members, inner))
     if isinstance(process_group, DeviceMesh):
-        chain, outer = _groups_of(process_group), _ranks_of(process_group)
+        chain, outer, _ = _union([process_group])
     else:
         chain = (process_group,)
         outer = frozenset(dist.get_process_group_ranks(process_group))
@@ -136,50 +123,37 @@ def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
 
 
-def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
-    """The groups that reach a mesh: the one of all processes, or one a dimension."""
-    if mesh.size() == dist.get_world_size():
-        return (dist.group.WORLD,)  # type: ignore[return-value]  # there is one: meshes need it
-    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
-
-
 def _union(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
-    """The groups that reach all meshes of this process, the processes known, and their number."""
-    if not meshes:
-        return (), frozenset([dist.get_rank() if dist.is_initialized() else 0]), 1
+    """The groups that reach all meshes of this process, the processes known, and their number.
+
+    The group of all processes, or the one-dimensional groups of the meshes, which span a grid.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # The first mesh of several with the same processes: the same one everywhere.
-    sets: dict[frozenset[int], DeviceMesh] = {}
+    by_ranks: dict[frozenset[int], DeviceMesh] = {}
     for mesh in meshes:
-        sets.setdefault(_ranks_of(mesh), mesh)
-    largest = max(sets, key=len)
-    if all(ranks <= largest for ranks in sets):
-        return _groups_of(sets[largest]), largest, len(largest)
-    return _grid(meshes)
-
-
-def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
-    """Meshes none of which holds all: their one-dimensional groups, where these span a grid."""
+        by_ranks.setdefault(_ranks_of(mesh), mesh)
     # In the order of the parameters: an order by ranks would differ between processes, and with it
     # the terms of each sum.
     groups: dict[frozenset[int], ProcessGroup] = {}
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                group = mesh.get_group(dim)
-                groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+    for ranks, mesh in by_ranks.items():
+        if not any(ranks < other for other in by_ranks):
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    group = mesh.get_group(dim)
+                    groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
     sets = [ranks for ranks in groups if not any(ranks < other for other in groups)]
-    rank, world = dist.get_rank(), dist.get_world_size()
     size = math.prod(map(len, sets))
-    is_grid = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
-    if not is_grid or size > world:
+    if size > world or any(a & b != {rank} for i, a in enumerate(sets) for b in sets[:i]):
         raise ValueError(
             f"the gradients lie on meshes that overlap in part ({[sorted(s) for s in sets]}); "
             "expected meshes of which one holds all others, or that meet in one process: pass "
             "process_group= and copies="
         )
-    if size == world:
+    if 1 < size == world:
         return (dist.group.WORLD,), frozenset(range(world)), world  # type: ignore[return-value]
-    return tuple(groups[ranks] for ranks in sets), frozenset().union(*sets), size
+    members = frozenset([rank]).union(*by_ranks)
+    return tuple(groups[ranks] for ranks in sets), members, size
 
 
 def _uncovered(meshes: Sequence[DeviceMesh], members: frozenset[int], size: int) -> str:
@@ -205,14 +179,14 @@ def _uncovered(meshes: Sequence[DeviceMesh], members: frozenset[int], size: int)
     return ""
 
 
-def all_reduce(
-    buffer: Tensor, groups: Sequence[ProcessGroup], domain: Domain, *, largest: bool = False
-) -> Tensor:
+def all_reduce(buffer: Tensor, groups: Iterable[ProcessGroup], *, largest: bool = False) -> Tensor:
     """Sums, or largest numbers, over one group after the other; in place where it can."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group in groups:
-        carrier = domain.carrier(group, buffer.device)
-        sent = buffer if carrier is None else buffer.to(carrier)
+        # A device that it has a backend for: with CPU offload, NCCL reduces nothing there.
+        config = dist.get_backend_config(group)
+        types = [part.split(":")[0] for part in config.split(",") if ":" in part]
+        sent = buffer if not types or buffer.device.type in types else buffer.to(types[0])
         dist.all_reduce(sent, op=op, group=group)
         buffer = sent.to(buffer.device)
     return buffer
@@ -223,9 +197,8 @@ def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | 
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
         sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()
-        world: Any = (dist.group.WORLD,)
-        size = dist.get_world_size()
-        number = all_reduce(sent, world, Domain(world, size, size)) / size
+        world: Any = dist.group.WORLD
+        number = all_reduce(sent, [world]) / dist.get_world_size()
     if device is None:
         return float(number)
     return torch.as_tensor(number, dtype=wide_dtype(device), device=device)

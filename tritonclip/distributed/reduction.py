@@ -19,20 +19,18 @@ anything is written. On an accelerator the others have the norm NaN, as for a Na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from tritonclip.backends.choose import layout_of
-from tritonclip.backends.interface import Batch
 from tritonclip.backends.operators import MOST_IN_FLOAT64, as_tensor, moduli_of
 from tritonclip.distributed.agreement import agree
 from tritonclip.distributed.process_groups import all_reduce
-from tritonclip.distributed.shards import LocalShard, Positions, Sharding, absent_shard
+from tritonclip.distributed.shards import LocalShard, Sharding, shard_of
 
 
 class ShardNorms(NamedTuple):
@@ -40,7 +38,7 @@ class ShardNorms(NamedTuple):
 
     norms: Tensor
     shard: LocalShard
-    positions: Positions
+    positions: tuple[int, ...]
 
 
 class PartialSum(NamedTuple):
@@ -64,8 +62,7 @@ class Reduction:
     Attributes:
         sharding: how the list lies.
         norm_type: p of the p-norm.
-        device: of the numbers.
-        carrier: the device of the first parameter, on which they travel: gradients may be missing.
+        device: of the numbers: that of the first parameter, as gradients may be missing.
         error: that of a process that rejects its gradients; on a CPU all then raise, else the norm
             is NaN.
         n_each: rows, of norms of each gradient; None for one norm.
@@ -76,7 +73,6 @@ class Reduction:
     sharding: Sharding
     norm_type: float
     device: torch.device
-    carrier: torch.device
     error: Exception | None = None
     n_each: int | None = None
     terms: Sequence[PartialSum] | None = None
@@ -87,60 +83,61 @@ class Reduction:
 
         Raises the error of a process that entered with a rejected list.
         """
-        p = self.norm_type
+        p, by_largest = self.norm_type, self.norm_type > MOST_IN_FLOAT64
         measured = [
             part._replace(norms=part.norms.reshape(-1).to(self.device)) for part in measured
         ]
-        if p <= MOST_IN_FLOAT64:
-            total, rejected, _ = self._everyones(measured, self._sums_of_powers, largest=False)
-            norms = total.sqrt() if p == 2 else total.pow(1 / p)
-        else:
-            rows, rejected, measured = self._everyones(measured, self._maxima, largest=True)
+        rows, rejected, measured = self._everyones(measured, largest=by_largest)
+        if by_largest:
             norms, flags = rows.view(2, -1).unbind()
             norms = torch.where(flags > 0, math.nan, norms)
+        else:
+            norms = rows.sqrt() if p == 2 else rows.pow(1 / p)
         if MOST_IN_FLOAT64 < p < math.inf:
             # NaN and inf come out of the powers at any scale.
             scale = torch.where((norms > 0) & (norms < math.inf), norms, 1.0)
             scaled = []
             for part in measured:
-                each = self.n_each is not None
-                divisor = scale[part.positions.on(self.device)] if each else scale
+                divisor = scale
+                if self.n_each is not None:
+                    divisor = scale[self.sharding.upload(part.positions, self.device)]
                 scaled.append(part._replace(norms=part.norms / divisor))
-            powers = self._all_reduce(self._sums_of_powers(scaled), self.sharding.domain.groups)
+            powers = all_reduce(self._sums_of_powers(scaled), self.sharding.domain.groups)
             norms = scale * powers.pow(1 / p)
         return norms if can_read(self.device) else torch.where(rejected > 0, math.nan, norms)
 
     def _everyones(
-        self,
-        measured: Sequence[ShardNorms],
-        rows_of: Callable[[Sequence[ShardNorms]], Tensor],
-        *,
-        largest: bool,
+        self, measured: Sequence[ShardNorms], *, largest: bool
     ) -> tuple[Tensor, Tensor, Sequence[ShardNorms]]:
         """Rows of all processes; the mark of those that reject their gradients, if it is not read.
 
         And the norms of this process, with those of Partial sums.
         """
-        domain = self.sharding.domain
+        domain, rows_of = self.sharding.domain, self._maxima if largest else self._sums_of_powers
         groups, mesh_groups = domain.groups, domain.mesh_groups
         rows = rows_of(measured)
         # A mark in a separate number, which no inf or NaN of another process hides.
         numbers = torch.cat([rows, rows.new_full((1,), float(self.error is not None))])
         if self.terms is not None and (self.sharding.copied or self.terms):
             # The first collective carries flags, and the others go by them.
-            flags = self.sharding.is_partial.on(self.device, torch.float64)
+            flags = self.sharding.upload(self.sharding.is_partial, self.device, torch.float64)
             if domain.by_mesh_first:
                 groups = groups[len(mesh_groups) :]
                 sent = torch.cat([numbers, flags])
-                sent = self._all_reduce(sent, mesh_groups, largest=largest)
+                sent = all_reduce(sent, mesh_groups, largest=largest)
                 numbers, flags = sent.split([len(numbers), len(flags)])
             else:
-                flags = self._all_reduce(flags.clone(), mesh_groups, largest=largest)
+                flags = all_reduce(flags.clone(), mesh_groups, largest=largest)
             if sums := self._measure_sums(self.terms, flags):
                 more = rows_of(sums)
                 if domain.by_mesh_first:
-                    if not all(part.shard.is_everywhere(domain) for part in sums):
-                        more = self._all_reduce(more, mesh_groups, largest=largest)
+                    # A sum over all processes of the meshes is whole on each of them.
+                    if not all(
+                        math.prod(group.size() for group in shard.sums_over) == domain.inner
+                        and shard.weight == 1 / domain.inner
+                        for _, shard, _ in sums
+                    ):
+                        more = all_reduce(more, mesh_groups, largest=largest)
                     elif not largest:
                         # Each process has the same bits of these sums, and one weight of them.
                         more = more * domain.inner
@@ -148,7 +145,7 @@ class Reduction:
                 rows = torch.maximum(rows, more) if largest else rows + more
                 numbers = torch.cat([rows, numbers[-1:]])
                 measured = [*measured, *sums]
-        numbers = self._all_reduce(numbers, groups, largest=largest)
+        numbers = all_reduce(numbers, groups, largest=largest)
         if can_read(self.device) and float(numbers[-1]) > 0:
             # Of which one process has the reason.
             agree({}, self.error, domain)
@@ -163,7 +160,7 @@ class Reduction:
                 continue
             if self.n_each is not None:
                 powers = norms.pow(p) * shard.weight
-                rows.index_copy_(0, positions.on(self.device), powers)
+                rows.index_copy_(0, self.sharding.upload(positions, self.device), powers)
             else:
                 power = torch.dot(norms, norms) if p == 2 else norms.pow(p).sum()
                 rows.add_(power, alpha=shard.weight)
@@ -177,7 +174,7 @@ class Reduction:
                 continue
             found = torch.stack([norms.nan_to_num(0.0, math.inf), norms.isnan().to(norms)])
             if self.n_each is not None:
-                rows.index_copy_(1, positions.on(self.device), found)
+                rows.index_copy_(1, self.sharding.upload(positions, self.device), found)
             elif len(norms):
                 rows = torch.maximum(rows, found.amax(1, keepdim=True))
         return rows.view(-1)
@@ -185,15 +182,6 @@ class Reduction:
     def _zeros(self) -> Tensor:
         n_rows = 1 if self.n_each is None else self.n_each
         return torch.zeros(n_rows, dtype=torch.float64, device=self.device)
-
-    def _all_reduce(
-        self, numbers: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool = False
-    ) -> Tensor:
-        """Numbers after a collective over groups, if there are any."""
-        if not groups:
-            return numbers
-        sent = numbers.to(self.carrier)
-        return all_reduce(sent, groups, self.sharding.domain, largest=largest).to(self.device)
 
     def _measure_sums(self, terms: Sequence[PartialSum], flags: Tensor) -> list[ShardNorms]:
         """Measures the sums of which gradients are terms, here or in another process."""
@@ -203,27 +191,24 @@ class Reduction:
         if any(at in missing for at, _ in sharding.copied):
             terms = [*terms, *zeros_for(missing, sharding, flags.tolist())]
         alike: dict[tuple[object, ...], list[PartialSum]] = {}
-        for term in _sums_of(terms, sharding):
+        for term in _sums_of(terms):
             key = term.shard.weight, term.shard.sums_over, term.tensor.dtype, term.pairs
             alike.setdefault(key, []).append(term)
         measured = []
         for members in alike.values():
             tensors, (first, *_) = [term.tensor for term in members], members
             each = self.n_each is not None
-            norms = norms_of(tensors, None, self.norm_type, pairs=first.pairs, each=each)
-            positions = Positions([term.position for term in members])
+            norms = norms_of(tensors, self.norm_type, pairs=first.pairs, each=each)
+            positions = tuple(term.position for term in members)
             measured.append(ShardNorms(norms.reshape(-1).to(self.device), first.shard, positions))
         return measured
 
 
-def norms_of(
-    tensors: list[Tensor], batch: Batch | None, norm_type: float, *, pairs: bool, each: bool
-) -> Tensor:
-    """Partial norms of like gradients, which a batch may have, or, with `each`, their norms."""
+def norms_of(tensors: list[Tensor], norm_type: float, *, pairs: bool, each: bool) -> Tensor:
+    """Partial norms of like gradients, or, with `each`, the norm of each."""
     if pairs and norm_type != 2.0:
-        tensors, batch = [moduli_of(tensor) for tensor in tensors], None
-    if batch is None:
-        batch = layout_of(tensors).bind(tensors, None)
+        tensors = [moduli_of(tensor) for tensor in tensors]
+    batch = layout_of(tensors).bind(tensors, None)
     measured = batch.norm(norm_type, "each" if each else "all")
     return batch.combine(measured, norm_type, "each", wide=True) if each else as_tensor(measured)
 
@@ -249,12 +234,12 @@ def zeros_for(
         local: Tensor = absent[at]._local_tensor  # type: ignore[attr-defined]
         zeros = torch.zeros_like(local, requires_grad=False)
         pairs = zeros.is_complex()
-        shard = absent_shard(sharding.specs, at, sharding.domain, dims)
+        shard = shard_of(sharding.specs, at, sharding.domain, sums=dims)
         terms.append(PartialSum(at, torch.view_as_real(zeros) if pairs else zeros, pairs, shard))
     return terms
 
 
-def _sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum]:
+def _sums_of(terms: Sequence[PartialSum]) -> list[PartialSum]:
     """The sums, or means, in new memory: by one all-reduce for each dtype and mesh dimension."""
     alike: dict[tuple[object, ...], list[PartialSum]] = {}
     for term in sorted(terms, key=lambda term: term.position):
@@ -268,7 +253,7 @@ def _sums_of(terms: Sequence[PartialSum], sharding: Sharding) -> list[PartialSum
                 for _, tensor, _, shard in members
             ]
         )
-        flat = all_reduce(flat, members[0].shard.sums_over, sharding.domain)
+        flat = all_reduce(flat, members[0].shard.sums_over)
         sizes = [term.tensor.numel() for term in members]
         for term, tensor in zip(members, flat.split(sizes), strict=True):
             sums.append(term._replace(tensor=tensor.view(term.tensor.shape)))

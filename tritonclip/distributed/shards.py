@@ -18,11 +18,9 @@ identity of its specs.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -50,7 +48,7 @@ class Specs:
         meshes: of other lists that are clipped in the same step.
     """
 
-    __slots__ = ("_key", "copies", "grads", "group", "meshes", "parameters")
+    __slots__ = ("copies", "grads", "group", "meshes", "parameters")
 
     def __init__(
         self,
@@ -62,18 +60,17 @@ class Specs:
         self.group, copies, self.meshes = processes or Processes()
         find: Any = copies.get if isinstance(copies, Mapping) else copies
         self.copies = None if find is None else list(map(find, parameters))
-        ends = [_placing_of(spec) for spec in (*self.parameters[:1], *self.parameters[-1:])]
-        self._key = len(parameters), *ends, id(self.group), *map(id, self.meshes)
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash((len(self.parameters), id(self.group)))
 
     def __eq__(self, other: object) -> bool:
-        """Whether another list of as many parameters is laid out alike."""
+        """Whether another list is laid out alike."""
         return (
             isinstance(other, Specs)
-            and self._key == other._key
+            and self.group is other.group
             and self.copies == other.copies
+            and list(map(id, self.meshes)) == list(map(id, other.meshes))
             and _are_alike(self.parameters, other.parameters)
             and _are_alike(self.grads, other.grads)
         )
@@ -88,44 +85,22 @@ def _specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _are_alike(specs: list[Any], others: list[Any]) -> bool:
-    return all(map(is_, specs, others)) or all(map(_is_alike, specs, others))
+    return len(specs) == len(others) and (
+        all(map(is_, specs, others)) or all(map(_is_alike, specs, others))
+    )
 
 
 def _is_alike(a: Any, b: Any) -> bool:
     """Whether two specs place a tensor alike; meshes are compared by identity, for their groups."""
-    if a is b:
-        return True
-    mesh = mesh_of(a)
-    return mesh is not None and mesh is mesh_of(b) and _placing_of(a) == _placing_of(b)
-
-
-def _placing_of(spec: Any) -> Any:
+    if a is b or mesh_of(a) is None or mesh_of(a) is not mesh_of(b):
+        return a is b
     # With the shape of the whole: shards of other wholes may look alike here.
-    return spec if mesh_of(spec) is None else (spec.placements, spec.tensor_meta)
+    return bool((a.placements, a.tensor_meta) == (b.placements, b.tensor_meta))
 
 
 def mesh_of(spec: Any) -> Any:
     """The mesh of a DTensor's spec; None for a dtype, or None, in its place."""
     return getattr(spec, "mesh", None)
-
-
-class Positions:
-    """Positions among the parameters, or flags of them; on a device from the first use on."""
-
-    __slots__ = ("_on", "numbers")
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = numbers
-        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The numbers, 1-d."""
-        if (device, dtype) not in self._on:
-            # Copied before anything goes on, as other streams may read it; never an inference
-            # tensor, which belongs to one mode.
-            uploaded = outside_inference(torch.tensor)
-            self._on[device, dtype] = uploaded(self.numbers, dtype=dtype, device=device)
-        return self._on[device, dtype]
 
 
 class LocalShard(NamedTuple):
@@ -142,23 +117,24 @@ class LocalShard(NamedTuple):
     sums_over: tuple[dist.ProcessGroup, ...] = ()
     divisor: int = 1
 
-    def is_everywhere(self, domain: Domain) -> bool:
-        """Whether a sum over all processes of the meshes makes it whole on each of them."""
-        n_summed = math.prod(group.size() for group in self.sums_over)
-        return n_summed == domain.inner and self.weight == 1 / domain.inner
+
+# Of a gradient that no other process has a part of.
+WHOLE_SHARD = LocalShard(1.0)
 
 
 def shard_of(
     specs: Specs,
     at: int,
     domain: Domain,
-    spec: Any,
-    label: Callable[[], str],
-    *,
-    placements: Sequence[Any] | None = None,
+    label_of: Callable[[int], str] = "parameters[{}]".format,
+    sums: Sequence[int] = (),
 ) -> LocalShard:
-    """The shard of the gradient at a position, which has a spec, or other placements."""
+    """The shard of the gradient at a position.
+
+    A missing one is placed as its parameter, but Partial along the mesh dimensions `sums`.
+    """
     copies = None if specs.copies is None else specs.copies[at]
+    spec = specs.grads[at] or specs.parameters[at]
     if mesh_of(spec) is None:
         return LocalShard(_weight(copies, 1, domain))
     if spec.mesh.get_coordinate() is None:
@@ -169,17 +145,18 @@ def shard_of(
     mesh = mesh_of(specs.parameters[at])
     mesh = mesh if mesh == spec.mesh else spec.mesh
     n_shards, sums_over, divisor = 1, [], 1
-    for dim, placement in enumerate(spec.placements if placements is None else placements):
-        if placement.is_partial():
-            if placement.reduce_op not in _LINEAR:
+    for dim, placement in enumerate(spec.placements):
+        if dim in sums or placement.is_partial():
+            reduce_op = "sum" if dim in sums else placement.reduce_op
+            if reduce_op not in _LINEAR:
                 raise TypeError(
-                    f"the gradient of {label()} is a DTensor with the placement {placement}; "
+                    f"the gradient of {label_of(at)} is a DTensor with the placement {placement}; "
                     "expected parts of a sum or a mean, Partial('sum') or Partial('avg'): "
                     "grad.redistribute() it before clipping"
                 )
             if mesh.size(dim) > 1:
                 sums_over.append(mesh.get_group(dim))
-                divisor *= mesh.size(dim) if placement.reduce_op == "avg" else 1
+                divisor *= mesh.size(dim) if reduce_op == "avg" else 1
         elif not placement.is_replicate():
             # Shard, and _StridedShard, which is no subclass of it.
             n_shards *= mesh.size(dim)
@@ -218,7 +195,7 @@ class Sharding:
         absent: positions of the parameters without a gradient.
         copied: position and mesh dimension where a gradient may be Partial: its parameter is copied
             along it.
-        is_partial: flags for these.
+        is_partial: flags for these, 1 or 0.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
     """
@@ -229,24 +206,32 @@ class Sharding:
     shards: tuple[LocalShard, ...]
     absent: tuple[int, ...]
     copied: tuple[tuple[int, int], ...]
-    is_partial: Positions
+    is_partial: tuple[int, ...]
     wide: bool
     one_list: bool
+    _uploaded: dict[Any, Tensor] = field(default_factory=dict)
 
     @property
     def is_spread(self) -> bool:
         """Whether other processes have shards, or may have."""
         return bool(self.domain.groups or self.domain.uncovered)
 
-    @property
-    def n_parameters(self) -> int:
-        """The parameters, with or without a gradient here."""
-        return len(self.specs.parameters)
-
     def of(self, indices: Sequence[int]) -> Sharding:
         """How some of the gradients lie that are there."""
         positions = tuple(self.positions[i] for i in indices)
         return replace(self, positions=positions, shards=tuple(self.shards[i] for i in indices))
+
+    def upload(
+        self, numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """Positions, or flags, on a device, 1-d; uploaded once."""
+        key = numbers, device, dtype
+        if key not in self._uploaded:
+            # Copied before anything goes on, as other streams may read it; never an inference
+            # tensor, which belongs to one mode.
+            uploaded = outside_inference(torch.tensor)(numbers, dtype=dtype, device=device)
+            self._uploaded[key] = uploaded
+        return self._uploaded[key]
 
 
 def sharding_of(specs: Specs, label: Callable[[int], str]) -> Sharding:
@@ -273,36 +258,19 @@ def sharding_of(specs: Specs, label: Callable[[int], str]) -> Sharding:
         domain=domain,
         specs=specs,
         positions=positions,
-        shards=tuple(
-            shard_of(specs, i, domain, grad_specs[i], partial(label, i)) for i in positions
-        ),
+        shards=tuple(shard_of(specs, i, domain, label) for i in positions),
         absent=tuple(i for i, spec in enumerate(grad_specs) if spec is None),
         copied=copied,
-        is_partial=Positions(
-            [
-                mesh_of(grad_specs[i]) is not None and grad_specs[i].placements[dim].is_partial()
-                for i, dim in copied
-            ]
+        is_partial=tuple(
+            int(mesh_of(grad_specs[i]) is not None and grad_specs[i].placements[dim].is_partial())
+            for i, dim in copied
         ),
-        wide=not WIDE.isdisjoint(map(dtype_of, specs.parameters)),
+        wide=any(
+            (spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)) in WIDE
+            for spec in specs.parameters
+        ),
         one_list=specs.group is None,
     )
-
-
-def absent_shard(specs: Specs, at: int, domain: Domain, sums: Sequence[int] = ()) -> LocalShard:
-    """The shard of a missing gradient: placed as its parameter, but Partial along `sums`."""
-    from torch.distributed.tensor import Partial
-
-    spec = specs.parameters[at]
-    own = () if mesh_of(spec) is None else spec.placements
-    placements = [Partial() if dim in sums else one for dim, one in enumerate(own)]
-    label = "parameters[{}]".format
-    return shard_of(specs, at, domain, spec, partial(label, at), placements=placements)
-
-
-def dtype_of(spec: Any) -> torch.dtype | None:
-    """The dtype of a parameter, where it is known."""
-    return spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)
 
 
 def dtensor_class() -> Any:

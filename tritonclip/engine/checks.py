@@ -45,8 +45,7 @@ def check(gradients: Gradients, rule: Rule) -> None:
 
 def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None:
     """Refuses a rule that would need more of a gradient than its shard."""
-    if rule.clamps and any(shard.sums_over for shard in sharding.shards):
-        sums = [i for i in range(len(gradients.tensors)) if gradients.is_term(i)]
+    if rule.clamps and (sums := gradients.terms()):
         raise TypeError(
             f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
             f"the gradients of {gradients.labels(sums)} are DTensors with a Partial "
@@ -113,12 +112,6 @@ def refuse_read_only(gradients: Gradients) -> None:
     )
 
 
-def refuse_negative(total_norm: Tensor) -> None:
-    """Refuses a norm below 0 where it can be read at no cost."""
-    if total_norm.device.type == "cpu" and (number := float(total_norm.detach())) < 0:
-        raise ValueError(f"total_norm must be 0 or more, got {number}")
-
-
 Nonfinite = Literal["propagate", "error", "zero"]
 POLICIES = get_args(Nonfinite)
 REMEDY = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'"
@@ -144,13 +137,12 @@ def check_policy(nonfinite: object) -> None:
         raise unknown_policy(nonfinite)
 
 
-def raise_if_nonfinite(
-    gradients: Gradients, norms: Norms, norm: Tensor, remedy: str, rule: Rule | None = None
-) -> None:
-    """RuntimeError where `norm`, that of `norms`, is not finite; waits for the device.
+def raise_if_nonfinite(norms: Norms, remedy: str, rule: Rule | None = None) -> None:
+    """RuntimeError for norms that are not finite; waits for the device.
 
     `remedy` ends the message. `rule` is going to clip; None where a norm is only measured.
     """
+    gradients, norm = norms.gradients, norms.norm()
     if bool(torch.isfinite(norm).all()):
         return
     if rule is not None and rule.clamps:
@@ -194,15 +186,6 @@ def raise_if_unlimited(rule: Rule, norms: Norms, remedy: str) -> None:
         raise RuntimeError(
             f"The limit of {rule.name} is NaN or negative, so the gradients cannot be clipped by "
             f"it; expected 0 or more. {remedy}"
-        )
-
-
-def raise_if_any_nonfinite(gradients: Gradients, remedy: str) -> None:
-    """RuntimeError for gradients with NaN or inf, which not every norm shows."""
-    labels = gradients.culprits(nonfinite_indices(gradients))
-    if labels:
-        raise RuntimeError(
-            f"Some gradients are non-finite. {remedy}. Non-finite gradients: {labels}"
         )
 
 

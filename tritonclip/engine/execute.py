@@ -96,7 +96,7 @@ def clip_(
             names_culprits=nonfinite == "error",
         )
         if nonfinite == "error":
-            raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
+            raise_if_nonfinite(norms, remedy, rule)
         if plan.reduction is not None and has_user_limit(rule):
             # It may raise on one process alone.
             ask_limits([(rule, norms)])
@@ -176,8 +176,7 @@ def write_(
     reference = verify.Reference(gradients) if plan.verifying else None
     if rule.clamps:
         # Every step that may fail, such as an upload of addresses, comes before the first write.
-        batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
-        for group, batch in zip(plan.groups, batches, strict=True):
+        for group, batch in zip(plan.groups, gradients.batches(), strict=True):
             low, high = rule.bounds[group.dtype]
             batch.clamp_(low, high, grad_scale)
         outcome = Outcome(None, ())
@@ -185,61 +184,58 @@ def write_(
             # After clamping, as the bounds may exclude 0. Clamping has divided out the loss scale:
             # 1 is left of it, or NaN.
             assert norms is not None
-            _scale_groups_(gradients, rule, norms, norms.grad_scale, zero_nonfinite=True)
+            _scale_groups_(rule, norms, norms.grad_scale, zero_nonfinite=True)
     else:
         assert norms is not None
-        outcome = _scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
+        outcome = _scale_groups_(rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
         # Nothing was written where all factors are the number 1.
         factors = [grad_scale, *(coefficient for _, coefficient in outcome.by_group)]
         wrote = rule.clamps or any(isinstance(f, Tensor) or f != 1 for f in factors)
         gradients.finish_writing(wrote=wrote)
     if reference is not None:
-        write = partial(write_, grad_scale=grad_scale, zero_nonfinite=zero_nonfinite)
-        reference.check_clip(write, rule, grad_scale, norms, outcome.norm)
+
+        def write(twin: Gradients) -> Tensor | None:
+            own = None
+            if norms is not None:
+                own = measure(twin, rule.norm, norms.grad_scale)
+                # The user's code is asked once.
+                own.limit = norms.limit if has_user_limit(rule) else None
+            return write_(twin, rule, own, grad_scale, zero_nonfinite=zero_nonfinite).norm
+
+        reference.check(write, outcome.norm, rule, grad_scale)
     return outcome
 
 
 def _scale_groups_(
-    gradients: Gradients,
-    rule: Rule,
-    norms: Norms,
-    grad_scale: float | Tensor,
-    *,
-    zero_nonfinite: bool,
+    rule: Rule, norms: Norms, grad_scale: float | Tensor, *, zero_nonfinite: bool
 ) -> Outcome:
     """Scales every group of a measured list; arguments as for `write_`."""
-    plan = gradients.plan
-    assert plan is not None
-    known = rule.known_limit
+    plan, known = norms.plan, rule.known_limit
     is_known = type(known) is float and not (zero_nonfinite and rule.per_unit)
     limit: Limit = known if is_known else limit_of(rule, norms)
     if zero_nonfinite and isinstance(limit, Tensor):
         # The coefficient is then 0.
         limit = torch.where(limit >= 0, limit, 0.0)
-    results: list[tuple[Tensor, float | Tensor]] = []
     clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite, norms.of)
+    # One gradient's norm decides for all: every norm is known before the first write.
+    finite = norms.is_finite() if zero_nonfinite and norms.of != "all" else None
+    results: list[tuple[Tensor, float | Tensor]] = []
+    for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
+        if group.indices is not None and norms.of != "all":
+            clip = clip._replace(limit=_limit_of_group(limit, group.indices))
+        if finite is not None:
+            clip = clip._replace(erase=~finite.to(group.device))
+        results.append(batch.scale_(partials, clip))
+    if not results and norms.of == "all":
+        norm = norms.norm_here()
+        results = [(norm, coefficient_of(norm, limit, rule.eps))]
     if norms.of == "all":
-        for batch, partials in zip(norms.batches, norms.partials, strict=True):
-            results.append(batch.scale_(partials, clip))
-        if not results:
-            norm = norms.norm_here()
-            results = [(norm, coefficient_of(norm, limit, rule.eps))]
         norm = results[0][0]
     else:
-        erase: list[Tensor | None] = [None] * len(norms.batches)
-        if zero_nonfinite:
-            # One gradient's norm decides for all: every norm is known before the first write.
-            finite = norms.is_finite()
-            erase = [~finite.to(group.device) for group in plan.groups]
-        for i, batch in enumerate(norms.batches):
-            group_clip, indices = clip, plan.groups[i].indices
-            if indices is not None or zero_nonfinite:
-                group_clip = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
-            results.append(batch.scale_(norms.partials[i], group_clip))
         # Norms of shards are reduced already.
-        by_group = [result[0] for result in results]
-        norm = norms.norm_here() if plan.reduction else norms.in_order(by_group)
+        found = [one for one, _ in results]
+        norm = norms.in_order(found) if norms.reduced is None else norms.norm_here()
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_shared = is_known or not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
@@ -264,9 +260,11 @@ def measured_norm(
     norms = measure(gradients, norm, grad_scale, names_culprits=error_if_nonfinite)
     result = norms.norm_here()
     if error_if_nonfinite:
-        raise_if_nonfinite(gradients, norms, result, TORCH_REMEDY)
+        raise_if_nonfinite(norms, TORCH_REMEDY)
     if plan.verifying:
-        verify.Reference(gradients).check_norms(norms)
+        verify.Reference(gradients).check(
+            lambda twin: measure(twin, norm, grad_scale).norm_here(), result
+        )
     return result
 
 
@@ -292,16 +290,15 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     given = norm.detach().abs().reshape(1)
     # An upload need not be waited for; a download must be.
     uploaded = given.device.type == "cpu"
-    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
     partials = [
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
         for group in plan.groups
     ]
-    norms = Norms(batches, partials, rule.norm_type, "all", 1.0, gradients, plan)
-    _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
+    norms = Norms(gradients.batches(), partials, rule.norm_type, "all", 1.0, gradients, plan)
+    _scale_groups_(rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
     if reference is not None:
-        reference.check_scale(partial(scale_, rule=rule, norm=norm))
+        reference.check(partial(scale_, rule=rule, norm=norm), None)
 
 
 def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
@@ -324,7 +321,7 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
         if isinstance(norms.limit, Tensor):
             flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
     # Where none has an error, each process sends two numbers.
-    failed, unlimited = all_reduce(flags, domain.groups, domain, largest=True).tolist()
+    failed, unlimited = all_reduce(flags, domain.groups, largest=True).tolist()
     if failed:
         agree({}, error, domain)
     for _, norms in measured if unlimited else ():

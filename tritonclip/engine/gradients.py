@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.backends.interface import Batch
 from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.shards import Specs, are_sharded, local_tensors, sharding_of
 from tritonclip.engine.arguments import (
@@ -57,17 +58,16 @@ def collect(
     if processes is not None or not PLAIN.issuperset(map(type, sources)):
         sources, label_of = unnamed(sources, label_of)
         wanted = [p for p in sources if getattr(p, "need_clip", True)]
-        grads = [p.grad for p in wanted]
-        if processes is not None or are_sharded(wanted) or are_sharded(grads):
 
-            def label_of_wanted(index: int) -> str:
-                positions = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
-                return names_at([positions[index]], parameters, label_of)[0]
+        def label_of_wanted(index: int) -> str:
+            positions = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
+            return names_at([positions[index]], parameters, label_of)[0]
 
-            return _collect_shards(
-                *(wanted, grads, label_of_wanted, processes, device or device_of(sources)),
-                *(cache, label_of, sources, parameters),
-            )
+        grads, device = [p.grad for p in wanted], device or device_of(sources)
+        return _collect(
+            *(wanted, grads, label_of_wanted, processes, device),
+            *(cache, label_of, sources, parameters),
+        )
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     if device is None:
         device = sources[0].device if sources else torch.device("cpu")
@@ -83,11 +83,11 @@ def collect_tensors(
     if writes and not (plain and True not in map(_get_requires_grad, items)):
         refuse_parameters(items, label_of)
     device = device_of(items)
-    if processes is not None or (not plain and are_sharded(items)):
-        gradients = _collect_shards(items, items, label_of, processes, device, plans, label_of)
-        gradients.may_be_part = not writes
-        return gradients
-    return Gradients(items, device, label_of)
+    if plain and processes is None:
+        return Gradients(items, device, label_of)
+    gradients = _collect(items, items, label_of, processes, device, plans, label_of)
+    gradients.may_be_part = not writes
+    return gradients
 
 
 def collect_all(
@@ -104,12 +104,10 @@ def collect_all(
     def label(index: int) -> str:
         return label_of(there[index])
 
-    if processes is not None or are_sharded([*parameters, *grads]):
-        return _collect_shards(parameters, grads, label_of, processes, device, cache, label)
-    return Gradients([g for g in grads if g is not None], device, label, cache=cache)
+    return _collect(parameters, grads, label_of, processes, device, cache, label)
 
 
-def _collect_shards(
+def _collect(
     wanted: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     label_of_wanted: LabelOf,
@@ -120,41 +118,26 @@ def _collect_shards(
     sources: Sequence[Tensor] | None = None,
     argument: object = None,
 ) -> Gradients:
-    """The shards that lie here, of gradients of which other processes may have other shards.
+    """Gradients, of DTensors the shards that lie here; other processes may have others.
 
     `grads` are one or None for each of the `wanted` parameters. A list that is refused while other
     processes wait for its norms has its `error`, and no gradient.
     """
-
-    def take(grads: Sequence[Tensor | None], processes: Processes | None) -> Gradients:
-        specs, (tensors, wrappers) = Specs(wanted, grads, processes), local_tensors(grads)
-        gradients = Gradients(
-            tensors, device, label_of, sources, argument, cache, specs, label_of_wanted
-        )
-        gradients.wanted, gradients.wrappers = wanted, wrappers
-        if not tensors and (sharding := sharding_of(specs, label_of_wanted)).is_spread:
-            verifying = settings.current().verifying
-            gradients.plan = empty_plan(sharding, device, verifying=verifying)
-        return gradients
-
-    def take_nothing() -> Gradients:
-        nothing = [None] * len(wanted)
-        try:
-            return take(nothing, processes)
-        except Exception:
-            if processes is None:
-                raise
-            # Numbers of copies may be wrong in this process only.
-            return take(nothing, processes._replace(copies=None))
-
+    options = device, label_of, sources, argument, cache
+    if processes is None and not are_sharded([*wanted, *grads]):
+        return Gradients([g for g in grads if g is not None], *options)
     try:
-        gradients = take(grads, processes)
+        specs, (tensors, wrappers) = Specs(wanted, grads, processes), local_tensors(grads)
+        gradients = Gradients(tensors, *options, specs, label_of_wanted)
+        if not tensors:
+            gradients.plan = empty_plan(sharding_of(specs, label_of_wanted), device)
     except Exception as error:
-        gradients = take_nothing()
-        if gradients.plan is None:
-            raise
-        gradients.error = error
-    gradients.without_tensors = take_nothing
+        gradients = Gradients([], *options, None, label_of_wanted)
+        gradients.wanted, gradients.processes = wanted, processes or Processes()
+        gradients.reject_(error)
+    else:
+        gradients.wanted, gradients.processes = wanted, processes or Processes()
+        gradients.wrappers = wrappers
     return gradients
 
 
@@ -180,8 +163,8 @@ class Gradients:
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
         wanted: of a list over processes, all parameters that are to be clipped.
+        processes: of such a list, the user's; None of other lists.
         wrappers: DTensors around the tensors, whose versions count too.
-        without_tensors: makes the same list over processes without gradients.
         error: that of a rejected list, which its processes raise together; None for others.
 
     Raises:
@@ -196,8 +179,8 @@ class Gradients:
     distinct: list[int] | None = None
     copies: Mapping[int, Tensor] = MappingProxyType({})
     wanted: Sequence[Tensor] = ()
+    processes: Processes | None = None
     wrappers: Sequence[Tensor] = ()
-    without_tensors: Callable[[], Gradients] | None = None
     # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
     may_be_part: bool = False
     error: Exception | None = None
@@ -275,19 +258,19 @@ class Gradients:
         sharding = None
         if self.specs is not None:
             sharding = sharding_of(self.specs, self.label_of_wanted)
-        new = make_plan(
+        plan, distinct, self.copies, self.readable = make_plan(
             *(tensors, addresses, self.label),
             verifying=setting.verifying,
             whole=not are_fsdp_shards(self.sources or ()),
             sharding=sharding,
         )
-        self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
-        if new.distinct is not None:
-            _, addresses = self._keep(new.distinct, tensors, addresses)
-        self.addresses = None if new.plan.staged else addresses
-        if cache is not None and new.distinct is None:
+        self.plan = plan
+        if distinct is not None:
+            _, addresses = self._keep(distinct, tensors, addresses)
+        self.addresses = None if plan.staged else addresses
+        if cache is not None and distinct is None:
             assert addresses is not None
-            cache.keep(new.plan, tensors, addresses, setting, self.specs)
+            cache.keep(plan, tensors, addresses, setting, self.specs)
 
     def reject_(self, error: Exception) -> None:
         """Raises an error about the list, or drops its gradients where other processes wait for it.
@@ -297,11 +280,22 @@ class Gradients:
         if self.error is not None:
             # Dropped already; the others get the first error.
             return
-        nothing = None if self.without_tensors is None else self.without_tensors()
-        if nothing is None or nothing.plan is None:
+        if self.processes is None:
             raise error
-        kept = {"without_tensors": self.without_tensors, "may_be_part": self.may_be_part}
-        self.__dict__ = vars(nothing) | kept | {"error": error}
+        nothing = [None] * len(self.wanted)
+        try:
+            specs = Specs(self.wanted, nothing, self.processes)
+            sharding = sharding_of(specs, self.label_of_wanted)
+        except Exception:
+            # Numbers of copies may be wrong in this process only.
+            specs = Specs(self.wanted, nothing, self.processes._replace(copies=None))
+            sharding = sharding_of(specs, self.label_of_wanted)
+        plan = empty_plan(sharding, self.device)
+        if plan is None:
+            raise error
+        self.plan, self.specs, self.error = plan, specs, error
+        self.tensors = self.readable = []
+        self.addresses, self.distinct, self.copies, self.wrappers = None, None, {}, ()
 
     @property
     def is_spread(self) -> bool:
@@ -335,13 +329,10 @@ class Gradients:
             [f"{label} (on rank {', '.join(map(str, at))})" for label, at in ranks.items()]
         )
 
-    def is_term(self, index: int) -> bool:
-        """Whether a gradient is one of several terms of a sum, which other processes have."""
-        plan = self.plan
-        if plan is None or plan.sharding is None:
-            return False
-        index = index if self.distinct is None else self.distinct[index]
-        return bool(plan.sharding.shards[index].sums_over)
+    def terms(self) -> list[int]:
+        """The indices of gradients that are terms of a sum, which other processes have, too."""
+        n, groups = range(len(self.tensors)), () if self.plan is None else self.plan.groups
+        return sorted(i for group in groups if group.shard.sums_over for i in group.of(n))
 
     def positions(self) -> Sequence[int] | None:
         """The positions of the gradients among the sources; None where every source has one."""
@@ -360,6 +351,11 @@ class Gradients:
             return self.readable, self.addresses
         tensors = [self.readable[i] for i in indices]
         return tensors, None if self.addresses is None else [self.addresses[i] for i in indices]
+
+    def batches(self) -> list[Batch]:
+        """The readable tensors of each group, in the hands of its backend."""
+        groups = () if self.plan is None else self.plan.groups
+        return [group.layout.bind(*self.of_group(group.indices)) for group in groups]
 
     def dense(self) -> Sequence[Tensor]:
         """The gradients as users see them; of some, dense copies."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ from tritonclip.backends.operators import (
 )
 from tritonclip.distributed.process_groups import ERRORS, gather_objects
 from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
-from tritonclip.distributed.shards import Positions, Sharding, absent_shard
+from tritonclip.distributed.shards import Sharding, shard_of
 from tritonclip.engine import units
 from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.plan import Plan
+from tritonclip.engine.plan import Group, Plan
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Norm
 from tritonclip.rules.state import upload
@@ -158,7 +157,7 @@ class Norms:
         """Of one value for each norm, those of the gradients here."""
         if self.reduced is None:
             return values
-        found = [group.of_parameters(values) for group in self.plan.groups]
+        found = [_of_parameters(self.plan, group, values) for group in self.plan.groups]
         return self.in_order(found) if found else values[:0]
 
     def sizes(self) -> Tensor:
@@ -184,6 +183,12 @@ class Norms:
         return None if len(wanted) == len(sources) else wanted, len(sources)
 
 
+def _of_parameters(plan: Plan, group: Group, values: Tensor) -> Tensor:
+    """The values of a group, from one for each parameter that is to be clipped, 1-d."""
+    assert plan.sharding is not None
+    return values[plan.sharding.upload(group.positions, values.device)]
+
+
 def measure(
     gradients: Gradients,
     norm: Norm,
@@ -207,18 +212,18 @@ def measure(
             # The others ask for names where a norm is NaN.
             gather_objects([], plan.reduction.domain)
         raise gradients.error
-    norm_type, per_gradient, by_unit = norm
+    norm_type, each, by_unit = norm
     if by_unit:
-        return _measure_units(gradients, grad_scale)
-    of: Of = "each" if per_gradient else "all"
-    if per_gradient:
+        return _measure_without_grad(gradients, norm, grad_scale)
+    if len(plan.groups) != 1 or (plan.pairs and norm_type != 2.0):
+        return _measure_groups(gradients, norm, grad_scale)
+    if each:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
-    if len(plan.groups) == 1 and not (plan.pairs and norm_type != 2.0):
-        batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, of)
-        return Norms([batch], [partials], norm_type, of, grad_scale, gradients, plan)
-    return _measure_groups(gradients, norm_type, of, grad_scale)
+    of: Of = "each" if each else "all"
+    batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
+    partials = batch.norm(norm_type, of)
+    return Norms([batch], [partials], norm_type, of, grad_scale, gradients, plan)
 
 
 def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms | None:
@@ -230,31 +235,45 @@ def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> N
     # Of norms by tensor without DTensors, the others find the same error in their parameters.
     if gradients.error is not None and norm.each and not plan.reduction.one_list:
         return None
-    if norm.by_unit:
-        return _measure_units(gradients, grad_scale)
-    return _measure_everywhere(gradients, norm, grad_scale)
+    return _measure_without_grad(gradients, norm, grad_scale)
 
 
-def _measure_groups(
-    gradients: Gradients, norm_type: float, of: Of, grad_scale: float | Tensor
-) -> Norms:
-    """Measures several groups, or complex gradients."""
+def _measure_groups(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms:
+    """Measures several groups, complex gradients, units with their weights, or shards."""
+    norm_type, each, by_unit = norm
+    if by_unit:
+        try:
+            batches = units.batches_of(gradients)
+        except ERRORS as error:
+            gradients.reject_(error)
+            batches = units.batches_of(gradients)
+    else:
+        batches = gradients.batches()
+        if each:
+            refuse_tracer()
     plan = gradients.plan
     assert plan is not None
-    batches: list[Batch] = []
+    of: Of = "rows" if by_unit else "each" if each else "all"
     partials: list[PartialNorms] = []
-    for group in plan.groups:
-        tensors, addresses = gradients.of_group(group.indices)
-        batch = group.layout.bind(tensors, addresses)
-        batches.append(batch)
-        if group.pairs and norm_type != 2.0:
-            norms = norms_of(tensors, None, norm_type, pairs=True, each=of == "each")
-            partials.append(batch.partials_each(norms, norm_type) if of == "each" else norms)
+    for group, batch in zip(plan.groups, batches, strict=True):
+        if group.shard.sums_over:
+            # The sum is measured, and not its terms.
+            partials.append(None)
+        elif group.pairs and norm_type != 2.0:
+            tensors, _ = gradients.of_group(group.indices)
+            norms = norms_of(tensors, norm_type, pairs=True, each=each)
+            partials.append(batch.partials_each(norms, norm_type) if each else norms)
         else:
             partials.append(batch.norm(norm_type, of))
-    if of == "all":
-        partials = _join(partials, [group.device for group in plan.groups])
-    return Norms(batches, partials, norm_type, of, grad_scale, gradients, plan)
+    measured = Norms(batches, partials, norm_type, of, grad_scale, gradients, plan)
+    if plan.reduction is not None:
+        _reduce_(measured, plan.reduction)
+    elif of == "all":
+        measured.partials = _join(partials, [group.device for group in plan.groups])
+    return measured
+
+
+_measure_without_grad = without_grad(_measure_groups)
 
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:
@@ -269,110 +288,64 @@ def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[Par
     return [joined[device] for device in devices]
 
 
-@without_grad
-def _measure_everywhere(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms:
-    """Measures the shards here, and reduces their norms with those of all processes."""
-    norm_type, each, _ = norm
-    plan = gradients.plan
-    assert plan is not None
-    assert plan.reduction is not None
-    if each:
-        refuse_tracer()
-    sharding = plan.reduction
+def _reduce_(norms: Norms, sharding: Sharding) -> None:
+    """Puts the norms of all processes in the place of those of this one.
+
+    By unit, gradients and weights have their norms by one all-reduce.
+    """
+    gradients, plan, of, p = norms.gradients, norms.plan, norms.of, norms.norm_type
     # A weight of 0: on a mesh of other processes.
     is_part = gradients.may_be_part and all(shard.weight for shard in sharding.shards)
-    if not (each or is_part) and (uncovered := sharding.domain.uncovered):
+    if of == "all" and not is_part and (uncovered := sharding.domain.uncovered):
         raise ValueError(uncovered)
-    batches, measured, terms = [], [], []
-    for group in plan.groups:
-        tensors, addresses = gradients.of_group(group.indices)
-        batch = group.layout.bind(tensors, addresses)
-        batches.append(batch)
-        shard, positions = group.place()
-        if shard.sums_over:
-            pairs = zip(positions.numbers, tensors, strict=True)
-            terms += [PartialSum(at, tensor, group.pairs, shard) for at, tensor in pairs]
-        else:
-            norms = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=each)
-            measured.append(ShardNorms(norms, shard, positions))
-    n_each = sharding.n_parameters if each else None
-    reduced = _reduce(gradients, sharding, measured, norm_type, n_each, terms)
-    partials: list[Any] = []
-    for group, batch in zip(plan.groups, batches, strict=True):
-        whole = reduced
-        if each:
-            whole = batch.partials_each(group.of_parameters(reduced), norm_type)
-        partials.append(whole.to(group.device))
-    of: Of = "each" if each else "all"
-    return Norms(batches, partials, norm_type, of, grad_scale, gradients, plan, reduced)
-
-
-@without_grad
-def _measure_units(gradients: Gradients, grad_scale: float | Tensor) -> Norms:
-    """Measures a list by unit, with its weights; over processes by one all-reduce for both."""
-    try:
-        batches = units.batches_of(gradients)
-    except ERRORS as error:
-        gradients.reject_(error)
-        batches = units.batches_of(gradients)
-    plan = gradients.plan
-    assert plan is not None
-    partials = [batch.norm(2.0, "rows") for batch in batches]
-    if plan.reduction is None:
-        return Norms(batches, partials, 2.0, "rows", grad_scale, gradients, plan)
-    n, measured = plan.reduction.n_parameters, _absent_weights(gradients, plan.reduction)
-    found = list(zip(plan.groups, batches, partials, strict=True))
-    for group, batch, norms in found:
-        shard, positions = group.place()
-        each = batch.combine(norms, 2.0, "rows", wide=True)
-        measured.append(ShardNorms(each, shard, positions))
-        # Weights stand below the n gradients.
-        below = Positions([n + position for position in positions.numbers])
-        weights = batch.combine(norms.flip(0), 2.0, "rows", wide=True)
-        measured.append(ShardNorms(weights, shard, below))
-    reduced = _reduce(gradients, plan.reduction, measured, 2.0, 2 * n)
-    partials, grads = [], gradients.dense()
-    for group, batch, norms in found:
-        parts = []
-        for side, half in zip(norms.unbind(), reduced.split(n), strict=True):
-            # By slices, not by an index tensor: that would be an upload.
-            wholes = group.of_parameters(half).to(norms.device).split(1)
-            own = zip(group.of(grads), side.split(batch.sizes), wholes, strict=True)
-            for grad, old, whole in own:
-                # One unit over all processes: its norm comes first, and the others are 0.
-                parts += [whole, torch.zeros_like(old[1:])] if grad.dim() < 2 else [old]
-        partials.append(torch.cat(parts).view(2, -1))
-    return Norms(batches, partials, 2.0, "rows", grad_scale, gradients, plan, reduced[:n])
-
-
-def _absent_weights(gradients: Gradients, sharding: Sharding) -> list[ShardNorms]:
-    """Weights that are one unit with those of other processes, and have no gradient here."""
-    measured = []
-    for at in sharding.absent:
-        parameter = gradients.wanted[at]
-        if parameter.dim() < 2 and parameter.requires_grad:
-            shard = absent_shard(sharding.specs, at, sharding.domain)
-            # One unit, whose norm is that of the weight.
-            norm = norms_of_units(units.weight_of(parameter))
-            below = Positions([sharding.n_parameters + at])
-            measured.append(ShardNorms(norm, shard, below))
-    return measured
-
-
-def _reduce(
-    gradients: Gradients,
-    sharding: Sharding,
-    measured: Sequence[ShardNorms],
-    norm_type: float,
-    n_each: int | None,
-    terms: Sequence[PartialSum] | None = None,
-) -> Tensor:
-    """The norm of all processes' gradients, or `n_each`; float64, 1-d."""
-    plan = gradients.plan
-    assert plan is not None
+    n, measured = len(gradients.wanted), []
+    terms: list[PartialSum] | None = None if of == "rows" else []
     absent = {at: gradients.wanted[at] for at in sharding.absent}
+    found = list(zip(plan.groups, norms.batches, norms.partials, strict=True))
+    for group, batch, partials in found:
+        if terms is not None and group.shard.sums_over:
+            tensors, _ = gradients.of_group(group.indices)
+            pairs = zip(group.positions, tensors, strict=True)
+            terms += [PartialSum(at, tensor, group.pairs, group.shard) for at, tensor in pairs]
+            continue
+        own = as_tensor(partials) if of == "all" else batch.combine(partials, p, of, wide=True)
+        measured.append(ShardNorms(own, group.shard, group.positions))
+        if of == "rows":
+            # Weights stand below the n gradients.
+            below = tuple(n + position for position in group.positions)
+            weights = batch.combine(partials.flip(0), p, of, wide=True)
+            measured.append(ShardNorms(weights, group.shard, below))
+    for at, parameter in absent.items() if of == "rows" else ():
+        # Weights that are one unit with those of other processes.
+        if parameter.dim() < 2 and parameter.requires_grad:
+            shard = shard_of(sharding.specs, at, sharding.domain)
+            weight = norms_of_units(units.weight_of(parameter))
+            measured.append(ShardNorms(weight, shard, (n + at,)))
+    n_each = {"all": None, "each": n, "rows": 2 * n}[of]
     reduction = Reduction(
-        *(sharding, norm_type, plan.device, gradients.device, gradients.error, n_each),
-        *(terms, absent),
+        *(sharding, p, gradients.device, gradients.error, n_each, terms, absent),
     )
-    return reduction.run(measured)
+    reduced = reduction.run(measured).to(plan.device)
+    norms.reduced = reduced[:n] if of == "rows" else reduced
+    for i, (group, batch, partials) in enumerate(found):
+        if of == "rows":
+            norms.partials[i] = _with_whole_units(norms, group, batch, partials, reduced.view(2, n))
+            continue
+        whole = reduced
+        if of == "each":
+            whole = batch.partials_each(_of_parameters(plan, group, reduced), p)
+        norms.partials[i] = whole.to(group.device)
+
+
+def _with_whole_units(
+    norms: Norms, group: Group, batch: Batch, partials: Tensor, reduced: Tensor
+) -> Tensor:
+    """Norms by rows, of parameters that are one unit over all processes those of the whole."""
+    rows, grads = [], group.of(norms.gradients.dense())
+    for side, half in zip(partials.unbind(), reduced.unbind(), strict=True):
+        # By slices, not by an index tensor: that would be an upload.
+        wholes = _of_parameters(norms.plan, group, half).to(partials.device).split(1)
+        for grad, old, whole in zip(grads, side.split(batch.sizes), wholes, strict=True):
+            # The norm of the unit comes first, and the others are 0.
+            rows += [whole, torch.zeros_like(old[1:])] if grad.dim() < 2 else [old]
+    return torch.cat(rows).view(2, -1)

@@ -7,15 +7,16 @@ nothing and knows its arguments only.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tritonclip import settings
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.operators import WIDE
-from tritonclip.distributed.shards import LocalShard, Positions, Sharding
+from tritonclip.distributed.shards import WHOLE_SHARD, LocalShard, Sharding
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
@@ -34,7 +35,7 @@ class Group:
         dtype: of the gradients; real, also where they are complex.
         pairs: they are complex.
         layout: of the backend that serves them.
-        shard: that lies here of each, in a list over processes; None in other lists.
+        shard: that lies here of each, in a list over processes; there, too,
         positions: of these gradients among the parameters that are to be clipped.
     """
 
@@ -43,23 +44,12 @@ class Group:
     dtype: torch.dtype
     pairs: bool
     layout: Layout
-    shard: LocalShard | None = None
-    positions: Positions | None = None
+    shard: LocalShard = WHOLE_SHARD
+    positions: tuple[int, ...] = ()
 
     def of(self, items: Sequence[T]) -> list[T]:
         """The items of the group, from one item for each gradient of the list."""
         return [*items] if self.indices is None else [items[i] for i in self.indices]
-
-    def place(self) -> tuple[LocalShard, Positions]:
-        """Shard and positions in a list over processes."""
-        assert self.shard is not None
-        assert self.positions is not None
-        return self.shard, self.positions
-
-    def of_parameters(self, values: Tensor) -> Tensor:
-        """The values of the group, from one for each parameter that is to be clipped, 1-d."""
-        _, positions = self.place()
-        return values[positions.on(values.device)]
 
 
 @dataclass(slots=True)
@@ -134,23 +124,7 @@ GRADIENT_BYTES = 512
 
 # The gradients of a group share their device, their dtype, whether they are complex, and their
 # shard.
-_Kind = tuple[torch.device, torch.dtype, bool, LocalShard | None]
-
-
-class NewPlan(NamedTuple):
-    """A plan, and the list that it was made for.
-
-    Attributes:
-        plan: may serve other lists where none was dropped and all have addresses.
-        distinct: indices of gradients that are not the very memory of an earlier one; None for all.
-        copies: dense copies of distinct gradients that are staged, by their index.
-        readable: the tensors of distinct gradients that verbs read and write.
-    """
-
-    plan: Plan
-    distinct: list[int] | None
-    copies: dict[int, Tensor]
-    readable: list[Tensor]
+_Kind = tuple[torch.device, torch.dtype, bool, LocalShard]
 
 
 @without_grad
@@ -162,11 +136,16 @@ def make_plan(
     verifying: bool,
     whole: bool = True,
     sharding: Sharding | None = None,
-) -> NewPlan:
+) -> tuple[Plan, list[int] | None, dict[int, Tensor], list[Tensor]]:
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
     Of `whole` gradients no other process has a part. Those whose shards differ are of different
     groups. Raises as :class:`Gradients`.
+
+    Returns:
+        The plan, which may serve other lists where none was dropped and all have addresses; the
+        indices of gradients that are not the very memory of an earlier one, None for all; of these
+        the copies that are staged, by their index; and the tensors that verbs read and write.
     """
     grads = list(tensors)
     for index, grad in enumerate(grads):
@@ -198,7 +177,7 @@ def make_plan(
             views.append(view)
             values = view.of(values)
         readable.append(values)
-        shard = None if sharding is None else sharding.shards[kept[index]]
+        shard = WHOLE_SHARD if sharding is None else sharding.shards[kept[index]]
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
     if found := find_overlap(regions):
@@ -212,11 +191,9 @@ def make_plan(
     for (device, dtype, pairs, shard), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
         layout = layout_of(tensors)
-        group = Group(None if len(indices) == n else indices, device, dtype, pairs, layout)
-        groups.append(group)
-        if sharding is not None:
-            group.shard = shard
-            group.positions = Positions([sharding.positions[kept[i]] for i in indices])
+        at = () if sharding is None else tuple(sharding.positions[kept[i]] for i in indices)
+        own = None if len(indices) == n else indices
+        groups.append(Group(own, device, dtype, pairs, layout, shard, at))
         if views and layout.by_address and not (pairs or sparse or sharding):
             # Addresses are enough here. Complex pairs need views; shards are sent to other
             # processes as contiguous tensors.
@@ -247,14 +224,19 @@ def make_plan(
         plan.only_group = groups[0]
     for group in groups:
         group.layout.dtype = plan.dtype
-    return NewPlan(plan, distinct, copies, readable)
+    return plan, distinct, copies, readable
 
 
-def empty_plan(sharding: Sharding, device: torch.device, *, verifying: bool) -> Plan:
-    """The plan of a process without gradients, where others have some."""
-    dtype = torch.float64 if sharding.wide else torch.float32
+def empty_plan(sharding: Sharding, device: torch.device) -> Plan | None:
+    """The plan of a process without gradients; None where no others have some."""
+    if not sharding.is_spread:
+        return None
     return Plan(
-        (), device, dtype, verifying, requires_grad=True, sharding=sharding, reduction=sharding
+        *((), device, torch.float64 if sharding.wide else torch.float32),
+        verifying=settings.current().verifying,
+        requires_grad=True,
+        sharding=sharding,
+        reduction=sharding,
     )
 
 

@@ -87,25 +87,21 @@ class PlanCache:
         # for the list.
         inference, last = grads[0].is_inference(), self._last
         quick_key = len(grads), setting, inference, specs
-        if last is not None and last[1] == quick_key and last[0].guards.check(*grads):
-            plan = last[0]
-            if specs is not None:
-                # From now on recognised by identity.
-                self._last = plan, quick_key
-            return plan if addresses == plan.addresses or _accepts(plan, grads, addresses) else None
-        key = _key(grads, inference, setting, specs)
-        found = self._plans.get(key)
-        if found is None or not found.guards.check(*grads):
+        plan = last[0] if last is not None and last[1] == quick_key else None
+        if plan is None or not plan.guards.check(*grads):
+            last, key = None, _key(grads, inference, setting, specs)
+            plan = self._plans.get(key)
+            if plan is None or not plan.guards.check(*grads):
+                return None
+            # Now the last one to be dropped.
+            self._plans.pop(key, None)
+            self._plans[key] = plan
+        if addresses != plan.addresses and not _accepts(plan, grads, addresses):
             return None
-        if addresses != found.addresses and not _accepts(found, grads, addresses):
-            return None
-        try:
-            self._plans.move_to_end(key)
-        except KeyError:
-            # Dropped since, by another thread.
-            self._plans[key] = found
-        self._last = found, quick_key
-        return found
+        if last is None or specs is not None:
+            # Specs are recognised by identity from now on.
+            self._last = plan, quick_key
+        return plan
 
     def keep(
         self,

@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from tritonclip.backends.choose import layout_of
-from tritonclip.backends.interface import Batch, Layout
+from tritonclip.backends.interface import Batch
 from tritonclip.backends.operators import count_rows, norms_of_rows
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, is_freed
@@ -37,35 +37,26 @@ def batches_of(gradients: Gradients) -> list[Batch]:
     weights = gradients.owners() if gradients.tensors else []
     if not PLAIN.issuperset(map(type, weights)):
         weights = list(map(weight_of, weights))
-    layouts, addresses = _known_layouts(plan, weights), list(map(Tensor.data_ptr, weights))
-    if layouts is None or min(addresses, default=OFFSETS) < OFFSETS:
-        _refuse_weights(gradients, weights)
-    return _bind(gradients, weights, layouts, addresses)
+    return _bind(gradients, plan, weights)
 
 
-def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[Layout] | None:
-    """The layouts of the groups, where they were made for weights of this form, or for none."""
-    if plan.rows is None:
-        return None
-    guards, layouts = plan.rows
-    # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
-    is_known = guards.check(*weights) if guards and weights else not guards and not weights
-    return layouts if is_known else None
-
-
-def _bind(
-    gradients: Gradients,
-    weights: Sequence[Tensor],
-    layouts: Sequence[Layout] | None,
-    addresses: Sequence[int],
-) -> list[Batch]:
+def _bind(gradients: Gradients, plan: Plan, weights: Sequence[Tensor]) -> list[Batch]:
     """The gradients of each group, and their weights if any, in the hands of its backend.
 
-    Without layouts, new ones are made, which a plan for several calls keeps. `addresses` are of the
-    weights.
+    Layouts are made anew, and kept by a plan for several calls, where they were made for weights of
+    another form, or for none.
     """
-    plan, grads, at = gradients.plan, gradients.dense(), gradients.addresses
-    assert plan is not None
+    grads, at, addresses = (
+        gradients.dense(),
+        gradients.addresses,
+        list(map(Tensor.data_ptr, weights)),
+    )
+    guards, layouts = plan.rows or (None, None)
+    # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
+    if not (guards.check(*weights) if guards and weights else not guards and not weights):
+        layouts = None
+    if weights and (layouts is None or min(addresses) < OFFSETS):
+        _refuse_weights(gradients, weights)
     if at is None:
         at = list(map(Tensor.data_ptr, grads))
     sides = [(grads, at), (weights, addresses)] if weights else [(grads, at)]
@@ -96,9 +87,8 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     """
     plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
-    batches = _bind(gradients, (), _known_layouts(plan, ()), ())
     norms: dict[int, Tensor] = {}
-    for group, batch in zip(plan.groups, batches, strict=True):
+    for group, batch in zip(plan.groups, _bind(gradients, plan, ()), strict=True):
         indices = group.of(range(len(grads)))
         of_rows = batch.norm(2.0, "rows")[0].split(batch.sizes)
         for i, own in zip(indices, of_rows, strict=True):

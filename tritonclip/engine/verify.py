@@ -18,18 +18,14 @@ from tritonclip.backends.operators import WIDE, wide_dtype
 from tritonclip.distributed.agreement import agree, describe_call, describe_parameters
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan import make_plan
 from tritonclip.engine.units import norms_by_unit
-from tritonclip.rules import BoundRule, Norm, Rule, has_user_limit
+from tritonclip.rules import BoundRule, Norm, Rule
 from tritonclip.settings import use_backend
 
 # Norms are right to 1e-6 (float64: 1e-12), in relative terms.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 _REPORTED = 3
-
-# Clips a list by a rule and its norms; a rule that clamps may need none.
-Write = Callable[[Gradients, Rule, Norms | None], object]
 
 
 class VerificationError(RuntimeError):
@@ -58,48 +54,36 @@ class Reference:
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
-        self._before = [widened(grad).clone() for grad in gradients.tensors]
+        self._before = [_widened(grad).clone() for grad in gradients.tensors]
         # Norms of narrower gradients are no better for being returned as float64.
         wide = all(g.dtype in WIDE for g in gradients.tensors)
         self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
 
-    def check_clip(
+    def check(
         self,
-        write: Write,
-        rule: Rule,
-        grad_scale: float | Tensor,
-        measured: Norms | None,
+        compute: Callable[[Gradients], Tensor | None],
         result: Tensor | None,
+        rule: Rule | None = None,
+        grad_scale: float | Tensor = 1.0,
     ) -> None:
-        """Compares gradients that `write` clipped, and their norms.
+        """Compares gradients, and a result with norms, with those that `compute` finds.
 
-        `measured` are the norms by which they were clipped, where these were measured, and `result`
-        those before clipping. Other processes that share the norm make this call too.
+        It gets the list as it was. Other processes that share the norm make this call too. `rule`
+        clipped the gradients, which carried a loss scale.
         """
         with use_backend("torch"):
-            twin, norms = self._twin(), None
-            if measured is not None:
-                norms = measure(twin, rule.norm, measured.grad_scale)
-                if has_user_limit(rule):
-                    # The user's code is asked once.
-                    norms.limit = measured.limit
-                if result is not None:
-                    self._compare_norms(norms.norm_here(), result)
-            write(twin, rule, norms)
-        if rule.clamps:
+            twin = self._twin()
+            expected = compute(twin)
+        if result is not None:
+            assert expected is not None
+            self._compare_norms(expected, result)
+        if rule is not None and rule.clamps:
             # A bound that a dtype cannot hold is its largest number. Zeros that nonfinite="zero"
             # wrote stay, although the bounds may exclude 0.
             for tensor, grad in zip(twin.tensors, self._gradients.tensors, strict=True):
                 low, high = rule.bounds[grad.dtype]
                 tensor.clamp_(min(low, 0.0), max(high, 0.0))
         self._compare(twin.tensors, float(grad_scale))
-
-    def check_scale(self, write: Callable[[Gradients], object]) -> None:
-        """Compares gradients that were scaled by the coefficient of a norm that was given."""
-        with use_backend("torch"):
-            twin = self._twin()
-            write(twin)
-        self._compare(twin.tensors, 1.0)
 
     def check_units(self, results: Sequence[Tensor]) -> None:
         """Compares the measured norms of the slices of each gradient along its first dimension."""
@@ -109,23 +93,15 @@ class Reference:
             label = self._gradients.label(index)
             self._compare_norms(right, result, f"{label}[{{}}]".format)
 
-    def check_norms(self, measured: Norms) -> None:
-        """Compares a measured norm, or the norms of all gradients here."""
-        norm = Norm(measured.norm_type, measured.per_gradient)
-        with use_backend("torch"):
-            expected = measure(self._twin(), norm, measured.grad_scale)
-        self._compare_norms(expected.norm_here(), measured.norm_here())
-
     def _twin(self) -> Gradients:
         """The list as it was, of float64 copies, planned anew.
 
         Results, limits and coefficients are rounded as those of the list.
         """
         gradients, copies = self._gradients, [before.clone() for before in self._before]
-        for index, grad in enumerate(gradients.tensors):
-            if gradients.is_term(index):
-                # Processes add up such terms in their dtype.
-                copies[index] = copies[index].to(grad.dtype)
+        for index in gradients.terms():
+            # Processes add up such terms in their dtype.
+            copies[index] = copies[index].to(gradients.tensors[index].dtype)
         twin, plan = copy(gradients), gradients.plan
         assert plan is not None
         twin.tensors = twin.readable = copies
@@ -136,10 +112,11 @@ class Reference:
         sharding = plan.sharding
         if sharding is not None and gradients.distinct is not None:
             sharding = sharding.of(gradients.distinct)
-        new = make_plan(copies, None, gradients.label, verifying=False, sharding=sharding)
-        twin.plan, twin.readable = new.plan, new.readable
-        new.plan.dtype = plan.dtype
-        for group in new.plan.groups:
+        twin.plan, _, _, twin.readable = make_plan(
+            copies, None, gradients.label, verifying=False, sharding=sharding
+        )
+        twin.plan.dtype = plan.dtype
+        for group in twin.plan.groups:
             group.layout.dtype = plan.dtype
         return twin
 
@@ -156,7 +133,7 @@ class Reference:
             if not same and not abs(ours - right) <= allowed:
                 noun = "norm" if result.dim() == 0 else f"norm of {label_of(i)}"
                 mismatches.append(f"{noun}: got {ours!r}, expected {right!r}")
-        raise_mismatches(mismatches)
+        _raise(mismatches)
 
     def _compare(self, expected: Sequence[Tensor], grad_scale: float) -> None:
         """Compares all gradients with what they should be, up to rounding.
@@ -170,9 +147,9 @@ class Reference:
         mismatches: list[str] = []
         for index, (right, before) in enumerate(zip(expected, self._before, strict=True)):
             grad = self._gradients.tensors[index]
-            info, found = torch.finfo(grad.dtype), widened(grad)
+            info, found = torch.finfo(grad.dtype), _widened(grad)
             n_rounded = 2 if right.dtype == grad.dtype else 1
-            right = widened(right)
+            right = _widened(right)
             if grad.layout == torch.sparse_coo:
                 # Elsewhere a gradient is 0, whatever it is multiplied by.
                 has_entry = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
@@ -186,8 +163,13 @@ class Reference:
             is_near = (found - right).abs() <= allowed.nan_to_num(0.0, 0.0)
             fits = right.to(grad.dtype).to(right.dtype)
             wrong = ~(is_near | (found == fits) | (found.isnan() & fits.isnan()))
-            mismatches += mismatch(self._gradients.label(index), found, right, wrong)
-        raise_mismatches(mismatches)
+            if len(places := wrong.nonzero()):
+                at = tuple(places[0].tolist())
+                place = f"{self._gradients.label(index)}{list(at) if at else ''}"
+                text = f"{place}: got {found[at].item()!r}, expected {right[at].item()!r}"
+                n = f" ({len(places)} of {found.numel()} elements differ)" if at else ""
+                mismatches.append(text + n)
+        _raise(mismatches)
 
 
 def agree_on(
@@ -213,18 +195,7 @@ def agree_on(
     agree(described, gradients.error, plan.reduction.domain)
 
 
-def mismatch(label: str, found: Tensor, expected: Tensor, wrong: Tensor) -> list[str]:
-    """A line for a tensor of which some elements are wrong; none if none is."""
-    places = wrong.nonzero()
-    if len(places) == 0:
-        return []
-    at = tuple(places[0].tolist())
-    place = f"{label}{list(at)}" if at else label
-    text = f"{place}: got {found[at].item()!r}, expected {expected[at].item()!r}"
-    return [f"{text} ({len(places)} of {found.numel()} elements differ)" if at else text]
-
-
-def raise_mismatches(mismatches: list[str]) -> None:
+def _raise(mismatches: list[str]) -> None:
     """Raises VerificationError with the first of some lines, if there are any."""
     if mismatches:
         more = f"; and {len(mismatches) - _REPORTED} more" if len(mismatches) > _REPORTED else ""
@@ -237,7 +208,7 @@ def raise_mismatches(mismatches: list[str]) -> None:
         )
 
 
-def widened(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     """A dense and contiguous tensor in the widest dtype of its device."""
     x = x.detach() if x.layout == torch.strided else x.detach().to_dense()
     wide = wide_dtype(x.device)

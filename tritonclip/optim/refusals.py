@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonclip.engine.checks import (
     check,
-    raise_if_any_nonfinite,
+    nonfinite_indices,
     raise_if_nonfinite,
     raise_if_unlimited,
 )
@@ -97,10 +97,14 @@ def refuse_nonfinite(groups: Sequence[ClipGroup]) -> NoReturn:
     for group in groups:
         if group.norms is not None:
             if group.unclipped:
-                raise_if_any_nonfinite(group.gradients, _REMEDY)
+                # Not every norm shows them.
+                labels = group.gradients.culprits(nonfinite_indices(group.gradients))
+                if labels:
+                    raise RuntimeError(
+                        f"Some gradients are non-finite. {_REMEDY}. Non-finite gradients: {labels}"
+                    )
             else:
-                norm = group.norms.norm()
-                raise_if_nonfinite(group.gradients, group.norms, norm, _REMEDY, group.rule)
+                raise_if_nonfinite(group.norms, _REMEDY, group.rule)
                 raise_if_unlimited(group.rule, group.norms, _REMEDY)
     if any(group.is_spread for group in groups):
         raise RuntimeError(f"Another process refuses its gradients. {_REMEDY}")
