@@ -31,8 +31,7 @@ from helpers.spread import (
     with_partial,
 )
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByValue, Rule
-from tritonclip.distributed import shards
-from tritonclip.engine import gradients
+from tritonclip.distributed.shards import Sharding
 from tritonclip.engine.plan_cache import CAPACITY, plans
 from tritonclip.rules import Measured
 
@@ -396,7 +395,8 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     # Beside them a plain one, and one without a gradient.
     parameters = [*sharded, *(parameter((5,), None, seed=i) for i in range(3, 5))]
     parameters[4].grad = None
-    with mock.patch.object(gradients, "sharding_of", wraps=shards.sharding_of) as made:
+    locate = Sharding.locate
+    with mock.patch.object(Sharding, "locate", autospec=True, side_effect=locate) as made:
         for _ in range(4):
             for one in sharded:
                 local = one.grad.to_local().clone()
@@ -415,5 +415,5 @@ def test_layouts_take_bounded_memory() -> None:
     assert len(plans) <= CAPACITY
     with pytest.MonkeyPatch.context() as patch:
         # Of the last list it is known.
-        patch.delattr(gradients, "sharding_of")
+        patch.delattr(Sharding, "locate")
         tritonclip.clip_(parameters, 1.0)

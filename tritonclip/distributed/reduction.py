@@ -30,7 +30,7 @@ from tritonclip.backends.choose import layout_of
 from tritonclip.backends.operators import MOST_IN_FLOAT64, as_tensor, moduli_of
 from tritonclip.distributed.agreement import agree
 from tritonclip.distributed.process_groups import all_reduce
-from tritonclip.distributed.shards import LocalShard, Sharding, shard_of
+from tritonclip.distributed.shards import LocalShard, Sharding
 
 
 class ShardNorms(NamedTuple):
@@ -234,7 +234,7 @@ def zeros_for(
         local: Tensor = absent[at]._local_tensor  # type: ignore[attr-defined]
         zeros = torch.zeros_like(local, requires_grad=False)
         pairs = zeros.is_complex()
-        shard = shard_of(sharding.specs, at, sharding.domain, sums=dims)
+        shard = sharding.shard(at, sums=dims)
         terms.append(PartialSum(at, torch.view_as_real(zeros) if pairs else zeros, pairs, shard))
     return terms
 

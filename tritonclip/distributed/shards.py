@@ -7,20 +7,19 @@ The norm of all shards is the root of the sum of weight * norm**p over all proce
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
 gradients that are there.
 
-    specs = Specs(parameters, grads, processes)
-    sharding = sharding_of(specs, label)
+    sharding = Sharding(parameters, grads, processes).locate(label_of)
     sharding.shards[i].weight    1 / the processes that hold this shard
     sharding.domain.groups       to be reduced over, one after the other
 
 DTensors keep their spec from step to step, so a list that was met before is recognised by the
-identity of its specs.
+identity of its specs, and need not be located again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -37,8 +36,27 @@ _LINEAR = ("sum", "avg")
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
-class Specs:
-    """How a list is laid out, by which a plan of it is found again.
+class LocalShard(NamedTuple):
+    """The shard of a gradient that a process holds.
+
+    Attributes:
+        weight: 1 / the processes of the domain that hold this very shard; 0 if it is counted
+            elsewhere.
+        sums_over: groups whose shards are the terms of a sum.
+        divisor: makes a mean of the sum.
+    """
+
+    weight: float
+    sums_over: tuple[dist.ProcessGroup, ...] = ()
+    divisor: int = 1
+
+
+# Of a gradient that no other process has a part of.
+WHOLE_SHARD = LocalShard(1.0)
+
+
+class Sharding:
+    """How a list lies over processes, by which a plan of it is found again.
 
     Attributes:
         parameters: of each the spec of a DTensor, or the dtype of a plain tensor.
@@ -46,9 +64,21 @@ class Specs:
         copies: the user's number of processes of each parameter; None for no number.
         group: the user's.
         meshes: of other lists that are clipped in the same step.
+        domain: the processes that hold the list. This and all below are there once it is located.
+        positions: among the parameters, of the gradients that are there.
+        shards: of these gradients.
+        copied: position and mesh dimension where a gradient may be Partial: its parameter is copied
+            along it.
+        is_partial: flags for these, 1 or 0.
+        wide: a parameter is float64.
     """
 
-    __slots__ = ("copies", "grads", "group", "meshes", "parameters")
+    domain: Domain
+    positions: tuple[int, ...]
+    shards: tuple[LocalShard, ...]
+    copied: tuple[tuple[int, int], ...]
+    is_partial: tuple[int, ...]
+    wide: bool
 
     def __init__(
         self,
@@ -60,6 +90,7 @@ class Specs:
         self.group, copies, self.meshes = processes or Processes()
         find: Any = copies.get if isinstance(copies, Mapping) else copies
         self.copies = None if find is None else list(map(find, parameters))
+        self._uploaded: dict[Any, Tensor] = {}
 
     def __hash__(self) -> int:
         return hash((len(self.parameters), id(self.group)))
@@ -67,13 +98,111 @@ class Specs:
     def __eq__(self, other: object) -> bool:
         """Whether another list is laid out alike."""
         return (
-            isinstance(other, Specs)
+            isinstance(other, Sharding)
             and self.group is other.group
             and self.copies == other.copies
             and list(map(id, self.meshes)) == list(map(id, other.meshes))
             and _are_alike(self.parameters, other.parameters)
             and _are_alike(self.grads, other.grads)
         )
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes have shards, or may have."""
+        return bool(self.domain.groups or self.domain.uncovered)
+
+    @property
+    def one_list(self) -> bool:
+        """Whether every process of the domain has the same parameters, in the same order."""
+        return self.group is None
+
+    def locate(self, label_of: Callable[[int], str]) -> Sharding:
+        """Finds the domain from the parameters, then the shard of each gradient."""
+        # Of tensors that are no parameters, the gradient is all there is.
+        found = [mesh_of(a) or mesh_of(b) for a, b in zip(self.parameters, self.grads, strict=True)]
+        # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
+        meshes = {id(mesh): mesh for mesh in (*self.meshes, *found) if mesh is not None}
+        self.domain = domain_of(list(meshes.values()), self.group)
+        for at, copies in enumerate(self.copies or ()):
+            if copies is not None:
+                check_copies(copies, self.domain, label_of(at))
+        # The same in all processes of a list.
+        self.copied = tuple(
+            (at, dim)
+            for at, spec in enumerate(self.parameters)
+            if (mesh := mesh_of(spec)) is not None
+            for dim, placement in enumerate(spec.placements)
+            if placement.is_replicate() and mesh.size(dim) > 1
+        )
+        self.is_partial = tuple(
+            int(mesh_of(spec := self.grads[at]) is not None and spec.placements[dim].is_partial())
+            for at, dim in self.copied
+        )
+        self.wide = any(
+            (spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)) in WIDE
+            for spec in self.parameters
+        )
+        self.positions = tuple(i for i, spec in enumerate(self.grads) if spec is not None)
+        self.shards = tuple(self.shard(i, label_of) for i in self.positions)
+        return self
+
+    def shard(
+        self,
+        at: int,
+        label_of: Callable[[int], str] = "parameters[{}]".format,
+        sums: Sequence[int] = (),
+    ) -> LocalShard:
+        """The shard of the gradient at a position.
+
+        A missing one is placed as its parameter, but Partial along the mesh dimensions `sums`.
+        """
+        spec, n_shards, sums_over, divisor = self.grads[at] or self.parameters[at], 1, [], 1
+        if mesh_of(spec) is not None:
+            if spec.mesh.get_coordinate() is None:
+                # A shard without elements, on a mesh of other processes.
+                return LocalShard(0.0)
+            # Equal meshes may have groups of their own: a process without the gradient knows those
+            # of the parameter's.
+            mesh = mesh_of(self.parameters[at])
+            mesh = mesh if mesh == spec.mesh else spec.mesh
+            for dim, placement in enumerate(spec.placements):
+                if dim in sums or placement.is_partial():
+                    reduce_op = "sum" if dim in sums else placement.reduce_op
+                    if reduce_op not in _LINEAR:
+                        raise TypeError(
+                            f"the gradient of {label_of(at)} is a DTensor with the placement "
+                            f"{placement}; expected parts of a sum or a mean, Partial('sum') or "
+                            "Partial('avg'): grad.redistribute() it before clipping"
+                        )
+                    if mesh.size(dim) > 1:
+                        sums_over.append(mesh.get_group(dim))
+                        divisor *= mesh.size(dim) if reduce_op == "avg" else 1
+                elif not placement.is_replicate():
+                    # Shard, and _StridedShard, which is no subclass of it.
+                    n_shards *= mesh.size(dim)
+        weight = n_shards / self.domain.inner
+        if self.copies is not None and (copies := self.copies[at]) is not None:
+            weight = 1.0 / copies if copies else 0.0
+        return LocalShard(weight, tuple(sums_over), divisor)
+
+    def of(self, indices: Sequence[int]) -> Sharding:
+        """How some of the gradients lie that are there."""
+        some = copy(self)
+        some.positions = tuple(self.positions[i] for i in indices)
+        some.shards = tuple(self.shards[i] for i in indices)
+        return some
+
+    def upload(
+        self, numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """Positions, or flags, on a device, 1-d; uploaded once."""
+        key = numbers, device, dtype
+        if key not in self._uploaded:
+            # Copied before anything goes on, as other streams may read it; never an inference
+            # tensor, which belongs to one mode.
+            uploaded = outside_inference(torch.tensor)(numbers, dtype=dtype, device=device)
+            self._uploaded[key] = uploaded
+        return self._uploaded[key]
 
 
 def _specs_of(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -103,66 +232,6 @@ def mesh_of(spec: Any) -> Any:
     return getattr(spec, "mesh", None)
 
 
-class LocalShard(NamedTuple):
-    """The shard of a gradient that a process holds.
-
-    Attributes:
-        weight: 1 / the processes of the domain that hold this very shard; 0 if it is counted
-            elsewhere.
-        sums_over: groups whose shards are the terms of a sum.
-        divisor: makes a mean of the sum.
-    """
-
-    weight: float
-    sums_over: tuple[dist.ProcessGroup, ...] = ()
-    divisor: int = 1
-
-
-# Of a gradient that no other process has a part of.
-WHOLE_SHARD = LocalShard(1.0)
-
-
-def shard_of(
-    specs: Specs,
-    at: int,
-    domain: Domain,
-    label_of: Callable[[int], str] = "parameters[{}]".format,
-    sums: Sequence[int] = (),
-) -> LocalShard:
-    """The shard of the gradient at a position.
-
-    A missing one is placed as its parameter, but Partial along the mesh dimensions `sums`.
-    """
-    copies = None if specs.copies is None else specs.copies[at]
-    spec = specs.grads[at] or specs.parameters[at]
-    if mesh_of(spec) is None:
-        return LocalShard(_weight(copies, 1, domain))
-    if spec.mesh.get_coordinate() is None:
-        # A shard without elements, on a mesh of other processes.
-        return LocalShard(0.0)
-    # Equal meshes may have groups of their own: a process without the gradient knows those of the
-    # parameter's.
-    mesh = mesh_of(specs.parameters[at])
-    mesh = mesh if mesh == spec.mesh else spec.mesh
-    n_shards, sums_over, divisor = 1, [], 1
-    for dim, placement in enumerate(spec.placements):
-        if dim in sums or placement.is_partial():
-            reduce_op = "sum" if dim in sums else placement.reduce_op
-            if reduce_op not in _LINEAR:
-                raise TypeError(
-                    f"the gradient of {label_of(at)} is a DTensor with the placement {placement}; "
-                    "expected parts of a sum or a mean, Partial('sum') or Partial('avg'): "
-                    "grad.redistribute() it before clipping"
-                )
-            if mesh.size(dim) > 1:
-                sums_over.append(mesh.get_group(dim))
-                divisor *= mesh.size(dim) if reduce_op == "avg" else 1
-        elif not placement.is_replicate():
-            # Shard, and _StridedShard, which is no subclass of it.
-            n_shards *= mesh.size(dim)
-    return LocalShard(_weight(copies, n_shards, domain), tuple(sums_over), divisor)
-
-
 def check_copies(copies: object, domain: Domain, label: str) -> None:
     """Refuses a number of processes that no process can have."""
     if isinstance(copies, bool) or not isinstance(copies, int):
@@ -175,102 +244,6 @@ def check_copies(copies: object, domain: Domain, label: str) -> None:
             f"copies must be from 0 to {domain.size}, the processes of process_group and of the "
             f"DTensors' meshes, got {copies} for {label}"
         )
-
-
-def _weight(copies: int | None, n_shards: int, domain: Domain) -> float:
-    if copies is not None:
-        return 1.0 / copies if copies else 0.0
-    return n_shards / domain.inner
-
-
-@dataclass(slots=True, eq=False)
-class Sharding:
-    """How a list lies over processes: its domain, and the shard of each gradient that is here.
-
-    Attributes:
-        domain: the processes that hold it.
-        specs: of the list.
-        positions: among the parameters, of the gradients that are there.
-        shards: of these gradients.
-        absent: positions of the parameters without a gradient.
-        copied: position and mesh dimension where a gradient may be Partial: its parameter is copied
-            along it.
-        is_partial: flags for these, 1 or 0.
-        wide: a parameter is float64.
-        one_list: every process of the domain has the same parameters, in the same order.
-    """
-
-    domain: Domain
-    specs: Specs
-    positions: tuple[int, ...]
-    shards: tuple[LocalShard, ...]
-    absent: tuple[int, ...]
-    copied: tuple[tuple[int, int], ...]
-    is_partial: tuple[int, ...]
-    wide: bool
-    one_list: bool
-    _uploaded: dict[Any, Tensor] = field(default_factory=dict)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether other processes have shards, or may have."""
-        return bool(self.domain.groups or self.domain.uncovered)
-
-    def of(self, indices: Sequence[int]) -> Sharding:
-        """How some of the gradients lie that are there."""
-        positions = tuple(self.positions[i] for i in indices)
-        return replace(self, positions=positions, shards=tuple(self.shards[i] for i in indices))
-
-    def upload(
-        self, numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
-    ) -> Tensor:
-        """Positions, or flags, on a device, 1-d; uploaded once."""
-        key = numbers, device, dtype
-        if key not in self._uploaded:
-            # Copied before anything goes on, as other streams may read it; never an inference
-            # tensor, which belongs to one mode.
-            uploaded = outside_inference(torch.tensor)(numbers, dtype=dtype, device=device)
-            self._uploaded[key] = uploaded
-        return self._uploaded[key]
-
-
-def sharding_of(specs: Specs, label: Callable[[int], str]) -> Sharding:
-    """Finds the domain from the parameters, then the weight of each gradient."""
-    grad_specs = specs.grads
-    # Of tensors that are no parameters, the gradient is all there is.
-    found = [mesh_of(a) or mesh_of(b) for a, b in zip(specs.parameters, grad_specs, strict=True)]
-    # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
-    meshes = {id(mesh): mesh for mesh in (*specs.meshes, *found) if mesh is not None}
-    domain = domain_of(list(meshes.values()), specs.group)
-    for at, copies in enumerate(specs.copies or ()):
-        if copies is not None:
-            check_copies(copies, domain, label(at))
-    positions = tuple(i for i, spec in enumerate(grad_specs) if spec is not None)
-    # The same in all processes of a list.
-    copied = tuple(
-        (at, dim)
-        for at, spec in enumerate(specs.parameters)
-        if (mesh := mesh_of(spec)) is not None
-        for dim, placement in enumerate(spec.placements)
-        if placement.is_replicate() and mesh.size(dim) > 1
-    )
-    return Sharding(
-        domain=domain,
-        specs=specs,
-        positions=positions,
-        shards=tuple(shard_of(specs, i, domain, label) for i in positions),
-        absent=tuple(i for i, spec in enumerate(grad_specs) if spec is None),
-        copied=copied,
-        is_partial=tuple(
-            int(mesh_of(grad_specs[i]) is not None and grad_specs[i].placements[dim].is_partial())
-            for i, dim in copied
-        ),
-        wide=any(
-            (spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)) in WIDE
-            for spec in specs.parameters
-        ),
-        one_list=specs.group is None,
-    )
 
 
 def dtensor_class() -> Any:

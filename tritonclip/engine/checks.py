@@ -19,7 +19,7 @@ from tritonclip.rules import Rule
 
 def check(gradients: Gradients, rule: Rule) -> None:
     """Refuses gradients that cannot be written, or that a rule has no meaning for."""
-    if not rule.clamps and gradients.specs is None:
+    if not rule.clamps and gradients.sharding is None:
         refuse_fsdp_shards(gradients.sources or ())
     plan = gradients.plan
     if plan is None:

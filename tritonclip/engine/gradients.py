@@ -1,8 +1,8 @@
 """The gradients that one call clips, each once, with their plan.
 
-`collect` asks the one question about processes: are DTensors among the parameters, or did the user
-name a process group? The list then knows by its `specs` how it lies over them, and its plan has the
-shard of each gradient; see `tritonclip.distributed`.
+Whether a list lies over processes is asked once, where it is collected: are DTensors among the
+parameters, or did the user name a process group? The list then has a `sharding`, by which its plan
+is found, and its plan one with the shard of each gradient; see `tritonclip.distributed`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.interface import Batch
 from tritonclip.distributed.process_groups import Processes, gather_objects
-from tritonclip.distributed.shards import Specs, are_sharded, local_tensors, sharding_of
+from tritonclip.distributed.shards import Sharding, are_sharded, local_tensors
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
     LabelOf,
@@ -127,10 +127,10 @@ def _collect(
     if processes is None and not are_sharded([*wanted, *grads]):
         return Gradients([g for g in grads if g is not None], *options)
     try:
-        specs, (tensors, wrappers) = Specs(wanted, grads, processes), local_tensors(grads)
-        gradients = Gradients(tensors, *options, specs, label_of_wanted)
+        sharding, (tensors, wrappers) = Sharding(wanted, grads, processes), local_tensors(grads)
+        gradients = Gradients(tensors, *options, sharding, label_of_wanted)
         if not tensors:
-            gradients.plan = empty_plan(sharding_of(specs, label_of_wanted), device)
+            gradients.plan = empty_plan(sharding.locate(label_of_wanted), device)
     except Exception as error:
         gradients = Gradients([], *options, None, label_of_wanted)
         gradients.wanted, gradients.processes = wanted, processes or Processes()
@@ -152,7 +152,7 @@ class Gradients:
             tensors were handed over themselves.
         argument: the user's, which may know names.
         cache: of plans.
-        specs: of a list over processes.
+        sharding: of a list over processes; None for other lists.
         label_of_wanted: names the i-th of `wanted`.
 
     Attributes:
@@ -193,13 +193,13 @@ class Gradients:
         sources: Sequence[Tensor] | None = None,
         argument: object = None,
         cache: PlanCache = plans,
-        specs: Specs | None = None,
+        sharding: Sharding | None = None,
         label_of_wanted: LabelOf = str,
     ) -> None:
         self.tensors: Sequence[Tensor] = tensors
         self.device, self.label_of = device, label_of
         self.sources, self.argument = sources, argument
-        self.specs, self.label_of_wanted = specs, label_of_wanted
+        self.sharding, self.label_of_wanted = sharding, label_of_wanted
         self.readable: list[Tensor] = tensors
         if not tensors:
             return
@@ -216,13 +216,13 @@ class Gradients:
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
         may_cache = addresses is not None and not observed
-        if specs is None and sources and "torch.distributed.fsdp" in modules:
+        if sharding is None and sources and "torch.distributed.fsdp" in modules:
             # A plan of whole gradients says nothing of shards.
             may_cache = may_cache and not any(map(hasattr, sources, FSDP_MARKS))
         plan = None
         if may_cache:
-            plan = cache.find(tensors, addresses, setting, specs)  # type: ignore[arg-type]
-        if plan is None and specs is None:
+            plan = cache.find(tensors, addresses, setting, sharding)  # type: ignore[arg-type]
+        if plan is None and sharding is None:
             # Tied parameters: the list without repeats may be known.
             once = unique_indices(map(id, tensors))
             if once is not None:
@@ -256,8 +256,8 @@ class Gradients:
     ) -> None:
         """Makes a plan; a cache keeps it where it may serve other lists."""
         sharding = None
-        if self.specs is not None:
-            sharding = sharding_of(self.specs, self.label_of_wanted)
+        if self.sharding is not None:
+            sharding = self.sharding.locate(self.label_of_wanted)
         plan, distinct, self.copies, self.readable = make_plan(
             *(tensors, addresses, self.label),
             verifying=setting.verifying,
@@ -270,7 +270,7 @@ class Gradients:
         self.addresses = None if plan.staged else addresses
         if cache is not None and distinct is None:
             assert addresses is not None
-            cache.keep(plan, tensors, addresses, setting, self.specs)
+            cache.keep(plan, tensors, addresses, setting, sharding)
 
     def reject_(self, error: Exception) -> None:
         """Raises an error about the list, or drops its gradients where other processes wait for it.
@@ -284,16 +284,15 @@ class Gradients:
             raise error
         nothing = [None] * len(self.wanted)
         try:
-            specs = Specs(self.wanted, nothing, self.processes)
-            sharding = sharding_of(specs, self.label_of_wanted)
+            sharding = Sharding(self.wanted, nothing, self.processes).locate(self.label_of_wanted)
         except Exception:
             # Numbers of copies may be wrong in this process only.
-            specs = Specs(self.wanted, nothing, self.processes._replace(copies=None))
-            sharding = sharding_of(specs, self.label_of_wanted)
+            processes = self.processes._replace(copies=None)
+            sharding = Sharding(self.wanted, nothing, processes).locate(self.label_of_wanted)
         plan = empty_plan(sharding, self.device)
         if plan is None:
             raise error
-        self.plan, self.specs, self.error = plan, specs, error
+        self.plan, self.sharding, self.error = plan, sharding, error
         self.tensors = self.readable = []
         self.addresses, self.distinct, self.copies, self.wrappers = None, None, {}, ()
 

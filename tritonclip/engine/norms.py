@@ -26,7 +26,7 @@ from tritonclip.backends.operators import (
 )
 from tritonclip.distributed.process_groups import ERRORS, gather_objects
 from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
-from tritonclip.distributed.shards import Sharding, shard_of
+from tritonclip.distributed.shards import Sharding
 from tritonclip.engine import units
 from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.gradients import Gradients
@@ -300,7 +300,7 @@ def _reduce_(norms: Norms, sharding: Sharding) -> None:
         raise ValueError(uncovered)
     n, measured = len(gradients.wanted), []
     terms: list[PartialSum] | None = None if of == "rows" else []
-    absent = {at: gradients.wanted[at] for at in sharding.absent}
+    absent = {at: p for at, p in enumerate(gradients.wanted) if sharding.grads[at] is None}
     found = list(zip(plan.groups, norms.batches, norms.partials, strict=True))
     for group, batch, partials in found:
         if terms is not None and group.shard.sums_over:
@@ -318,9 +318,8 @@ def _reduce_(norms: Norms, sharding: Sharding) -> None:
     for at, parameter in absent.items() if of == "rows" else ():
         # Weights that are one unit with those of other processes.
         if parameter.dim() < 2 and parameter.requires_grad:
-            shard = shard_of(sharding.specs, at, sharding.domain)
             weight = norms_of_units(units.weight_of(parameter))
-            measured.append(ShardNorms(weight, shard, (n + at,)))
+            measured.append(ShardNorms(weight, sharding.shard(at), (n + at,)))
     n_each = {"all": None, "each": n, "rows": 2 * n}[of]
     reduction = Reduction(
         *(sharding, p, gradients.device, gradients.error, n_each, terms, absent),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.shards import Specs
+from tritonclip.distributed.shards import Sharding
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan
 from tritonclip.settings import Settings
@@ -65,8 +65,8 @@ class PlanCache:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         # The plan found or kept last, its length and settings, whether its first gradient was made
-        # in inference mode, and its specs: most lists are that of the call before.
-        self._last: tuple[Plan, tuple[int, Settings, bool, Specs | None]] | None = None
+        # in inference mode, and its sharding: most lists are that of the call before.
+        self._last: tuple[Plan, tuple[int, Settings, bool, Sharding | None]] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -76,7 +76,7 @@ class PlanCache:
         grads: list[Tensor],
         addresses: list[int],
         setting: Settings,
-        specs: Specs | None = None,
+        sharding: Sharding | None = None,
     ) -> Plan | None:
         """The plan for distinct gradients of a known form, at least one; None for others."""
         # The guards crash on nested tensors.
@@ -86,10 +86,10 @@ class PlanCache:
         # users write them, every tensor has the key of inference tensors, so the first one stands
         # for the list.
         inference, last = grads[0].is_inference(), self._last
-        quick_key = len(grads), setting, inference, specs
+        quick_key = len(grads), setting, inference, sharding
         plan = last[0] if last is not None and last[1] == quick_key else None
         if plan is None or not plan.guards.check(*grads):
-            last, key = None, _key(grads, inference, setting, specs)
+            last, key = None, _key(grads, inference, setting, sharding)
             plan = self._plans.get(key)
             if plan is None or not plan.guards.check(*grads):
                 return None
@@ -98,7 +98,7 @@ class PlanCache:
             self._plans[key] = plan
         if addresses != plan.addresses and not _accepts(plan, grads, addresses):
             return None
-        if last is None or specs is not None:
+        if last is None or sharding is not None:
             # Specs are recognised by identity from now on.
             self._last = plan, quick_key
         return plan
@@ -109,13 +109,13 @@ class PlanCache:
         grads: list[Tensor],
         addresses: list[int],
         setting: Settings,
-        specs: Specs | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.guards = addresses, guards_of(grads)
         inference = grads[0].is_inference()
-        self._plans[_key(grads, inference, setting, specs)] = plan
-        self._last = plan, (len(grads), setting, inference, specs)
+        self._plans[_key(grads, inference, setting, sharding)] = plan
+        self._last = plan, (len(grads), setting, inference, sharding)
         while self._is_full():
             try:
                 self._plans.popitem(last=False)
@@ -136,12 +136,12 @@ class PlanCache:
 
 
 def _key(
-    grads: list[Tensor], inference: bool, setting: Settings, specs: Specs | None
+    grads: list[Tensor], inference: bool, setting: Settings, sharding: Sharding | None
 ) -> tuple[object, ...]:
     """Cheap; the guards then verify the match."""
     first = grads[0]
     sizes = first.numel(), grads[-1].numel()
-    return len(grads), first.dtype, first.device, *sizes, inference, setting, specs
+    return len(grads), first.dtype, first.device, *sizes, inference, setting, sharding
 
 
 def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
