@@ -418,23 +418,23 @@ class ClipStats:
                 "the result of state_dict() of this version of tritonclip, or of an earlier one. "
                 "Nothing was loaded"
             )
-        last = [_saved_number(name, state.get(name, torch.nan)) for name in _LAST]
+        last = [_saved_number(name, state.get(name, torch.nan), self.device) for name in _LAST]
         self._counts.load(state)
-        # Values that are on the device meta are unknown.
-        norm, *others = [torch.nan if n.is_meta else n.to(self.device, copy=True) for n in last]
-        norm = as_tensor(norm, last[0].new_empty((), device=self.device))
-        self._last = {None: Clipped(norm, *others)}
+        self._last = {None: Clipped(*last)}
 
 
-def _saved_number(name: str, value: object) -> Tensor:
-    """A number in a saved state, a 0-d floating-point tensor."""
+def _saved_number(name: str, value: object, device: torch.device) -> Tensor:
+    """A number in a saved state, as a 0-d floating-point tensor on a device."""
     if type(value) in (float, int):
         number = float(value)  # type: ignore[arg-type]  # a number
         wide = torch.tensor(number, dtype=torch.float64, device="cpu")
         # Not every device has float64, nor a number that needs it.
         value = wide if wide.isfinite() and wide.float() != wide else wide.float()
     if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 0:
-        return value.detach()
+        if value.is_meta:
+            # Unknown.
+            return torch.full_like(value, torch.nan, device=device)
+        return value.detach().to(device, copy=True)
     raise ValueError(
         f"{name} of a saved state must be a number or a 0-d floating-point tensor, got "
         f"{value!r:.80}; expected the result of state_dict(). Nothing was loaded"

@@ -1,4 +1,4 @@
-"""Rules whose limit depends on no norm, and numbers as rules."""
+"""Rules whose limit depends on no norm of gradients, and numbers as rules."""
 
 import math
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
