@@ -1,4 +1,4 @@
-"""An optimizer in front of another one: torch's interface, and the objects that it refuses."""
+"""An optimizer in front of another one: its interface, refusals, and what it asks of that one."""
 
 from __future__ import annotations
 
