@@ -200,6 +200,7 @@ def test_clip_experts_on_another_mesh() -> None:
         parameter((8, 3), dense, [Shard(0)], seed=1),
         parameter((4, 4, 3), experts, [Shard(0), Shard(1)], seed=2),
         parameter((5,), dense, [Shard(0)], seed=3),
+        parameter((4, 6, 3), experts, [Shard(1), Shard(0)], seed=4),
     ]
     check_clip(parameters)
     check_clip(parameters[::-1])

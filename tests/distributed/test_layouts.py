@@ -80,18 +80,14 @@ def _pieces() -> list[Any]:
     ]
 
 
-def _check_norm_type(p: float) -> None:
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("p", NORM_TYPES)
+@in_processes(2, 4)
+def test_clip_norm_types(backend: Any, p: float) -> None:
     pieces, collectives = _pieces(), collectives_at(p)
     check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=collectives)
     check_clip(pieces, ClipByNorm(0.5, p), collectives=collectives)
     check_clip(pieces, ClipByValue(0.1), collectives=0)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("p", NORM_TYPES)
-@in_processes(2, 4)
-def test_clip_norm_types(p: float) -> None:
-    _check_norm_type(p)
 
 
 @in_processes(4)
@@ -134,12 +130,6 @@ def test_clip_dtypes(dtype: torch.dtype) -> None:
     check_clip(parameters)
     check_clip(parameters[::2])
     check_clip(parameters, ClipByNorm(0.5))
-
-
-@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 100.0, math.inf])
-@in_processes(2)
-def test_clip_on_backends(backend: Any, p: float) -> None:
-    _check_norm_type(p)
 
 
 @in_processes(2)

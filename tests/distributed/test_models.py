@@ -22,6 +22,7 @@ from helpers.spread import (
     local,
     mesh_of,
     values,
+    weights_of,
     whole,
 )
 from helpers.transformer import Transformer, loss_of, parallelize, shard, tokens
@@ -78,10 +79,6 @@ def test_clip_model(layout: str) -> None:
             local(grad).copy_(old)
 
 
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    return [whole(one.detach()) for one in model.parameters()]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_processes(4)
 def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
@@ -98,7 +95,7 @@ def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
             _backward(one, step, i, n)
             wrapper.step()
     # float64: a step's rounding, 2**-53, grows in 4 steps, by much less than 1e6.
-    torch.testing.assert_close(_weights(model), _weights(alone), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(weights_of(model), weights_of(alone), rtol=1e-8, atol=1e-10)
     assert wrappers[0].stats.clipped_steps > STEPS / 2
     assert wrappers[0].stats.summary() == pytest.approx(wrappers[1].stats.summary(), rel=1e-6)
     assert_same_everywhere(wrappers[0].stats.last_norm)
@@ -148,7 +145,7 @@ def test_pipeline_trains_as_one_process(policy: Any) -> None:
                 next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
         ours.step()
         theirs.step()
-    torch.testing.assert_close(_weights(part), _weights(alone[stage]), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(weights_of(part), weights_of(alone[stage]), rtol=1e-8, atol=1e-10)
     assert ours.stats.summary() == pytest.approx(theirs.stats.summary(), rel=1e-6)
     assert int(ours.stats.skipped_steps) == (policy == "skip")
     assert int(ours.stats.clipped_steps) > 5

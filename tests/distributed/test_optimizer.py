@@ -34,6 +34,7 @@ from helpers.spread import (
     shared_folder,
     unchanged,
     values,
+    weights_of,
     whole,
 )
 from helpers.training import MODES, SCALERS
@@ -48,10 +49,6 @@ from tritonclip import (
     ClipState,
     Outlier,
 )
-
-
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    return [whole(one.detach()) for one in model.parameters()]
 
 
 def _spoil(model: nn.Module, bad: float) -> None:
@@ -73,7 +70,7 @@ def test_step_equals_one_process(mode: str, nonfinite: Any) -> None:
             wrapper.step()
             wrapper.zero_grad()
     # Adam divides by roots of squares, which makes differences of 1e-7 a thousand times larger.
-    torch.testing.assert_close(*map(_weights, models), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*map(weights_of, models), rtol=1e-4, atol=1e-5)
     ours, theirs = (wrapper.stats.summary() for wrapper in wrappers)
     assert ours["clipped_steps"] == theirs["clipped_steps"] == 4
 
@@ -151,7 +148,7 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
     # A fused optimizer is told on the device.
     assert taken == ([0, 1, 2, 3] if mode == "fused" else [0, 1, 3])
-    torch.testing.assert_close(_weights(model), _weights(alone), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights_of(model), weights_of(alone), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["group", "mesh"])
@@ -191,7 +188,7 @@ def test_groups_have_their_rules() -> None:
     for sharded, one, wrapper in zip((True, False), (model, alone), wrappers, strict=True):
         loss_of(one, 0, sharded=sharded).backward()
         wrapper.step()
-    torch.testing.assert_close(_weights(model), _weights(alone), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights_of(model), weights_of(alone), rtol=1e-5, atol=1e-7)
     assert wrappers[0].stats.summary() == pytest.approx(wrappers[1].stats.summary(), rel=1e-5)
 
 
@@ -257,7 +254,7 @@ def test_limits_that_follow_are_those_of_one_process(rule):
     model, optimizer = _trained_by(rule, sharded=True, skip_above=Outlier(5.0, 6))
     alone, other = _trained_by(rule, sharded=False, skip_above=Outlier(5.0, 6))
     # Sums of the shards' gradients are rounded in another order.
-    torch.testing.assert_close(_weights(model), _weights(alone), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights_of(model), weights_of(alone), rtol=1e-4, atol=1e-6)
     assert int(optimizer.stats.skipped_steps) == int(other.stats.skipped_steps)
     for state in optimizer.state_dict()["tritonclip"].get("memory", {}).values():
         if state["values"] is not None:

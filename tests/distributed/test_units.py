@@ -6,23 +6,23 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tritonclip
+from helpers import spread
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
 from helpers.spread import (
     assert_same_everywhere,
+    collectives_of,
     local,
     loss_of,
     mesh_of,
     sharded_network,
     unchanged,
-    values,
+    weights_of,
     whole,
     with_partial,
 )
@@ -38,28 +38,23 @@ def parameter(
     placements: Sequence[Placement] = (),
     seed: int = 0,
 ) -> Any:
-    """A parameter with a gradient, placed alike; plain without a mesh."""
-    weight, grad = values(shape, seed), values(shape, seed + 100)
-    if mesh is not None:
-        weight = distribute_tensor(weight, mesh, placements)
-        grad = distribute_tensor(grad, mesh, placements)
-    made = nn.Parameter(weight)
-    made.grad = grad
+    """A parameter with values and a gradient, placed alike; plain without a mesh."""
+    made, other = (spread.parameter(shape, mesh, placements, seed=n) for n in (seed + 100, seed))
+    made.data.copy_(other.grad)
     return made
 
 
-def check(parameters: Sequence[Any], rule: ClipByUnitNorm = RULE, **options: Any) -> None:
+def check(parameters: Sequence[Any]) -> None:
     """Clips, and compares with the formula on whole gradients and weights."""
     # Of a replicated one, the whole is the local tensor.
     grads = [whole(one.grad).clone() for one in parameters]
     weights = [whole(one.detach()) for one in parameters]
-    with CommDebugMode() as mode:
-        norms = tritonclip.clip_(parameters, rule, **options)
-    assert mode.get_total_counts() == 1
+    norms, count = collectives_of(lambda: tritonclip.clip_(parameters, RULE))
+    assert count == 1
     assert_norm(norms, [float(grad.norm(dtype=torch.float64)) for grad in grads])
     assert_same_everywhere(norms)
     for one, grad, weight in zip(parameters, grads, weights, strict=True):
-        assert_clipped(whole(one.grad), expected(grad, weight, rule))
+        assert_clipped(whole(one.grad), expected(grad, weight, RULE))
 
 
 @in_processes(2, 4)
@@ -117,9 +112,8 @@ def test_clip_by_unit_of_gradients_missing_in_one_process(rank: int) -> None:
     if dist.get_rank() == rank:
         for one in missing:
             one.grad = None
-    with CommDebugMode() as mode:
-        tritonclip.clip_(parameters, RULE)
-    assert mode.get_total_counts() == 1
+    _, count = collectives_of(lambda: tritonclip.clip_(parameters, RULE))
+    assert count == 1
     for one in missing:
         if dist.get_rank() == rank:
             one.grad = torch.zeros_like(one)
@@ -182,6 +176,6 @@ def test_clipped_optimizer_by_unit_over_fsdp_trains_as_one_process() -> None:
             loss_of(model, step, sharded=sharded).backward()
             optimizer.step()
         assert optimizer.stats.summary()["clipped_steps"] == 5
-        return [whole(one.detach()) for one in model.parameters()]
+        return weights_of(model)
 
     torch.testing.assert_close(train(sharded=True), train(sharded=False), rtol=1e-5, atol=1e-6)
