@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from helpers.cases import untouched
+from helpers.cases import FUNCTIONS, untouched
 from helpers.refusals import Refused, each_refused
 from tritonclip import functional
 
@@ -167,13 +167,6 @@ TREES = {
     "dataclass-in-list": lambda: [three(), {"layer": Layer(four(), None)}, []],
     "dataclass-of-dataclass": lambda: Layer(Layer(three()), {"a": [four()]}),
 }
-FUNCTIONS = {
-    "value": lambda tree: functional.clip_by_value(tree, -2.0, 2.0),
-    "norm": lambda tree: functional.clip_by_norm(tree, 2.0),
-    "average": lambda tree: functional.clip_by_average_norm(tree, 2.0),
-    "rms": lambda tree: functional.clip_by_rms(tree, 2.0),
-    "global": lambda tree: functional.clip_by_global_norm(tree, 2.0)[0],
-}
 
 
 def assert_alike(ours, tree):
@@ -199,7 +192,7 @@ def assert_alike(ours, tree):
 @pytest.mark.parametrize("name", TREES)
 def test_structure_is_kept(name, function):
     tree = TREES[name]()
-    assert_alike(FUNCTIONS[function](tree), tree)
+    assert_alike(FUNCTIONS[function](tree, 2.0), tree)
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from helpers.cases import FLOATS, FUNCTIONS, assert_bits, normal, parameters, unchanged
+from helpers.cases import FLOATS, FUNCTIONS, Operators, assert_bits, normal, parameters, unchanged
+from helpers.lists import make, mixed, transposed
 from helpers.native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from helpers.wrong_arguments import check_wrong_arguments
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
@@ -23,7 +23,6 @@ from tritonclip.functional import c_loops
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
 
-SHAPES = ((40,), (), (0,), (3, 70), (1,))
 RESULTS: dict[str, Any] = {
     **FUNCTIONS,
     "norm of all": lambda x, _: [functional.global_norm(x)],
@@ -45,29 +44,14 @@ def reading(request):
     c_loops.introduce()
 
 
-def make(dtype):
-    return [normal(shape, dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
-
-
-def mixed(_):
-    """Several dtypes, of which float16 comes last and first again."""
-    dtypes = (torch.float16, torch.float32, torch.bfloat16, torch.float32, torch.float16)
-    return [x.to(dtype) for x, dtype in zip(make(torch.float32), dtypes, strict=True)]
-
-
-def mixed_wide(_):
-    return [*mixed(_), normal((5,), torch.float64)]
+def mixed_wide(dtype):
+    return [*mixed(dtype), normal((5,), torch.float64)]
 
 
 def repeated(dtype):
     """One tensor twice, and one of shared elements, which operators serve."""
     tensors = make(dtype)
     return [*tensors, tensors[0], tensors[4].expand(3)]
-
-
-def transposed(dtype):
-    """One is dense in another order of its dimensions."""
-    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
 
 
 @pytest.fixture
@@ -215,17 +199,11 @@ def test_memory_that_was_freed_is_refused(name):
 
 @functions
 def test_modes_see_operators(function, by_others):
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
     seen = []
     for run in (lambda f, *a: f(*a), by_others):
-        names: list[str] = []
-        with Names():
+        with Operators() as operators:
             run(function, make(torch.float32), 0.5)
-        seen.append(names)
+        seen.append([operator._schema.name for operator, *_ in operators.calls])
     assert seen[0] == seen[1]
     assert seen[0]
 

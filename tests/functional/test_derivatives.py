@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from helpers.cases import FLOATS, FUNCTIONS, INTERPRETED, grad_of, normal
+from helpers.lists import make, mixed, transposed
 from tritonclip import functional
 
 DOUBLE = torch.float64
@@ -215,22 +216,6 @@ def test_derivatives_of_narrow_tensors_are_those_of_float64(device, dtype):
             rtol=8 * torch.finfo(dtype).eps,
             atol=torch.finfo(dtype).eps,
         )
-
-
-def make(dtype):
-    shapes = ((40,), (), (0,), (3, 70), (1,))
-    return [normal(shape, dtype, seed=seed) for seed, shape in enumerate(shapes)]
-
-
-def transposed(dtype):
-    """One is dense in another order of its dimensions."""
-    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
-
-
-def mixed(dtype):
-    """Several dtypes, of which float16 comes last and first again."""
-    dtypes = (torch.float16, dtype, torch.bfloat16, torch.float32, torch.float16)
-    return [x.to(kind) for x, kind in zip(make(torch.float32), dtypes, strict=True)]
 
 
 def slopes_of(function, tensors, limit, ways):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 from torch.distributed.tensor import Shard
 
 import tritonclip
@@ -15,6 +16,7 @@ from helpers import reference
 from helpers.arena import Arena
 from helpers.cases import (
     FLOATS,
+    FUNCTIONS,
     NORM_TYPES,
     assert_bits,
     assert_norm,
@@ -34,14 +36,6 @@ from tritonclip.engine.plan_cache import plans
 SHAPES = ((40,), (), (0,), (3, 700), (1,))
 MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
 DTYPES = pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
-FUNCTIONS = {
-    "value": lambda x: functional.clip_by_value(x, -0.25, 0.5),
-    "norm": lambda x: functional.clip_by_norm(x, 0.5),
-    "norm-1": lambda x: functional.clip_by_norm(x, 0.5, norm_type=1.0),
-    "average": lambda x: functional.clip_by_average_norm(x, 0.01),
-    "rms": lambda x: functional.clip_by_rms(x, 0.5),
-    "global": lambda x: functional.clip_by_global_norm(x, 0.5)[0],
-}
 
 
 def make(device, dtype=None):
@@ -262,10 +256,10 @@ def test_without_tensors_the_norm_is_zero():
 
 CALLS = {
     **FUNCTIONS,
-    "rows": lambda tree: functional.clip_by_norm(tree, 0.5, dim=1),
-    "example": lambda tree: functional.clip_per_example(by_example(tree), 0.5)[0],
-    "example-zero": lambda tree: functional.clip_per_example(
-        by_example(tree), 0.5, nonfinite="zero"
+    "rows": lambda tree, limit: functional.clip_by_norm(tree, limit, dim=1),
+    "example": lambda tree, limit: functional.clip_per_example(by_example(tree), limit)[0],
+    "example-zero": lambda tree, limit: functional.clip_per_example(
+        by_example(tree), limit, nonfinite="zero"
     )[0],
 }
 
@@ -284,18 +278,18 @@ def on_gpu(dtype=torch.float32):
 def test_calls_do_not_wait_for_the_device(cuda_backend, name, dtype):
     tree = on_gpu(dtype)
     # Compiles kernels, and makes a plan.
-    CALLS[name](tree)
+    CALLS[name](tree, 0.5)
     with no_sync():
-        CALLS[name](tree)
+        CALLS[name](tree, 0.5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_derivatives_do_not_wait_for_the_device(cuda_backend, name):
     tree = [x.requires_grad_() for x in on_gpu()]
-    sum(y.sum() for y in CALLS[name](tree)).backward()
+    sum(y.sum() for y in CALLS[name](tree, 0.5)).backward()
     with no_sync():
-        sum(y.sum() for y in CALLS[name](tree)).backward()
+        sum(y.sum() for y in CALLS[name](tree, 0.5)).backward()
 
 
 @pytest.mark.gpu
@@ -319,22 +313,29 @@ def test_tensors_on_several_devices_have_one_norm():
     assert [y.device for y in clipped] == [x.device for x in tensors]
 
 
-X = torch.tensor([[-2.0, -0.5, 0.5], [2.0, math.nan, math.inf]])
-
-
-def test_one_bound_leaves_the_other_side():
-    x = X.nan_to_num(9.0, 8.0)
-    assert functional.clip_by_value(x, min=1.0).tolist() == [[1.0, 1.0, 1.0], [2.0, 9.0, 8.0]]
-    assert functional.clip_by_value(x, max=1.0).tolist() == [[-2.0, -0.5, 0.5], [1.0, 1.0, 1.0]]
+NAN, INF, T = math.nan, math.inf, torch.tensor
+# What NaN, inf, -inf and a few numbers become.
+AT_BOUNDS: dict[str, tuple[Tensor, Any, Any, list[float]]] = {
+    "no upper one": (T([-2.0, 0.5, 2.0, 9.0]), 1.0, None, [1.0, 1.0, 2.0, 9.0]),
+    "no lower one": (T([-2.0, 0.5, 2.0, 9.0]), None, 1.0, [-2.0, 0.5, 1.0, 1.0]),
+    "numbers": (T([NAN, INF, -INF]), -4.0, 4.0, [NAN, 4.0, -4.0]),
+    "a tensor": (T([NAN, INF, -INF]), T(-4.0), 4.0, [NAN, 4.0, -4.0]),
+    "that cross": (T([0.0, 2.0]), T([1.0, 3.0]), T([-1.0, 0.0]), [-1.0, 0.0]),
+    "beyond the dtype": (T([INF, 1.0]).half(), None, 1e6, [65504.0, 1.0]),
+    "below all": (torch.ones(2).half(), None, -INF, [-INF, -INF]),
+    "above all": (torch.ones(2).half(), INF, None, [INF, INF]),
+    "above all integers": (T([3], dtype=torch.uint8), INF, None, [255]),
+    "infinite": (T([INF, -INF]), -INF, INF, [INF, -INF]),
+}
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_nan_stays_and_inf_comes_to_its_bound(requires_grad):
-    x = torch.tensor([math.nan, math.inf, -math.inf], requires_grad=requires_grad)
-    for low, high in ((-4.0, 4.0), (torch.tensor(-4.0), 4.0)):
-        y = functional.clip_by_value(x, low, high)
-        assert y[0].isnan()
-        assert y[1:].tolist() == [4.0, -4.0]
+@pytest.mark.parametrize(("x", "low", "high", "expected"), AT_BOUNDS.values(), ids=AT_BOUNDS)
+def test_values_at_bounds(x, low, high, expected, requires_grad):
+    given = x.clone().requires_grad_(requires_grad and x.is_floating_point())
+    y = functional.clip_by_value(given, min=low, max=high)
+    assert_bits([y], [T(expected, dtype=x.dtype)])
+    assert y.data_ptr() != given.data_ptr()
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -343,34 +344,6 @@ def test_bounds_broadcast(requires_grad):
     low, high = torch.tensor([[-0.1], [-0.2]]), torch.tensor([0.1, 0.2, 0.3])
     expected = torch.minimum(torch.maximum(x, low), high)
     assert_bits([functional.clip_by_value(x, low, high)], [expected])
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_tensors_that_cross_give_the_upper_bound(requires_grad):
-    x = torch.tensor([0.0, 2.0], requires_grad=requires_grad)
-    y = functional.clip_by_value(x, torch.tensor([1.0, 3.0]), torch.tensor([-1.0, 0.0]))
-    assert y.tolist() == [-1.0, 0.0]
-
-
-def test_finite_bounds_beyond_the_dtype_stay_finite():
-    x = torch.tensor([math.inf, 1.0], dtype=torch.float16)
-    assert functional.clip_by_value(x, max=1e6).tolist() == [65504.0, 1.0]
-
-
-def test_infinite_bounds_are_none():
-    x = torch.tensor([math.inf, -math.inf])
-    y = functional.clip_by_value(x, -math.inf, math.inf)
-    assert y.tolist() == [math.inf, -math.inf]
-    assert y.data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_infinite_bounds_of_the_other_sign_leave_nothing(requires_grad):
-    x = torch.ones(2, dtype=torch.float16, requires_grad=requires_grad)
-    assert functional.clip_by_value(x, max=-math.inf).tolist() == [-math.inf, -math.inf]
-    assert functional.clip_by_value(x, min=math.inf).tolist() == [math.inf, math.inf]
-    whole = functional.clip_by_value(torch.tensor([3], dtype=torch.uint8), min=math.inf)
-    assert whole.tolist() == [255]
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
