@@ -274,7 +274,6 @@ def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
             "expected the rule that the run began with. To begin anew, delete "
             f"state_dict['tritonclip']['memory'][{owner!r}]"
         )
-    state.begin_as(rule)
     return state
 
 

@@ -105,11 +105,6 @@ class ClipState:
             values = torch.cat([values, values.new_tensor([self._start])])
         return values[[min(row, n) for row in rows]]
 
-    def begin_as(self, rule: Any) -> None:
-        """Keeps the values with which the rows of an adaptive rule start."""
-        if self._start is None and isinstance(rule, Adaptive):
-            self._start = rule.start()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, also with values as a tensor, which is copied.
 
@@ -149,11 +144,9 @@ class ClipState:
         rule_name = kind_of(rule)
         if not rule_name or not self._kind:
             return True
-        shape = self._shape
+        shape, start = self._shape, rule.start()
         n_dims = 1 + getattr(rule, "per_gradient", False)
-        if rule_name != self._kind or (
-            shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
-        ):
+        if rule_name != self._kind or (shape and (shape[-1] != len(start) or len(shape) != n_dims)):
             return False
         values = self._values if self._is_loaded else None
         if values is not None and not values.is_meta:
@@ -164,7 +157,7 @@ class ClipState:
                     "expected the result of state_dict() of a run with this rule"
                 )
         self._is_loaded = False
-        self._known_rule = rule
+        self._known_rule, self._start = rule, start
         return True
 
     def advance(
@@ -226,14 +219,12 @@ class ClipState:
     ) -> Tensor:
         """The values on a device, without a wait for it: one row, or one for each of n."""
         values, n_known = self._values, 0 if self._values is None else len(self._values)
-        if n is not None:
-            self.begin_as(rule)
-            if values is not None and n != n_known and (n < n_known or not grows):
-                raise _other_list(n_known, n)
+        if n is not None and values is not None and (n < n_known or (n > n_known and not grows)):
+            raise _other_list(n_known, n)
         dtype = dtype_on(device)
         if values is None or values.device != device or values.dtype != dtype or n_known < (n or 0):
-            self._kind = kind_of(rule)
-            start = upload(rule.start(), dtype, device)
+            self._kind, self._start = kind_of(rule), rule.start()
+            start = upload(self._start, dtype, device)
             values = self._values = self._moved(start, None if n is None else n - n_known)
         return values
 
