@@ -221,23 +221,6 @@ def test_verification_covers_the_norms(tmp_path, monkeypatch):
     assert_bits(params, before)
 
 
-def test_each_records_norms_by_name(tmp_path):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
-        inner = SGD(model.named_parameters(), lr=0.1)
-        optimizer = ClippedOptimizer(inner, 1e-3, recorder=recorder)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).square().sum().backward()
-            norms = [float(grad_of(p).norm()) for p in model.parameters()]
-            optimizer.step()
-    last = rows_of(tmp_path / "run.csv")[-1]
-    found = [float(last["norm/weight"]), float(last["norm/bias"])]
-    # Before clipping.
-    assert found == pytest.approx(norms, rel=1e-6)
-
-
 def test_a_parameter_that_is_frozen_later_leaves_its_column_empty(tmp_path):
     with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         params, optimizer = wrapped(sgd, recorder=recorder)

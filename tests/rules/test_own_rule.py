@@ -3,7 +3,6 @@
 A limit may be a tensor: on any device, for all gradients or one for each.
 """
 
-import io
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from helpers.cases import (
     parameter,
     parameters,
 )
+from helpers.optimizers import torch_saved
 from tritonclip import AdaptiveRule, ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, ClipState, Rule
 from tritonclip.rules import Measured
 
@@ -289,21 +289,15 @@ def test_checkpoints_have_the_numbers_of_a_rule_and_groups_the_rule():
         ]
         return ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), Mean(0.1))
 
-    def loaded(content: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(content, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
     first, second = wrapper(), wrapper()
     first.step()
-    second.load_state_dict(loaded(first.state_dict()))
+    second.load_state_dict(torch_saved(first.state_dict(), weights_only=True))
     second.step()
     # The first step had no limit, the second a tenth of its norm.
     assert float(second.stats.last_limit) == pytest.approx(0.5)
 
     with torch.serialization.safe_globals([Smooth]):
-        assert loaded([group["clip"] for group in first.param_groups[:1]]) == [Smooth()]
+        assert torch_saved(first.param_groups[0]["clip"], weights_only=True) == Smooth()
 
 
 def test_torch_compile_runs_the_call_eagerly():

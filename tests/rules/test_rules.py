@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import math
 import pickle
 from functools import partial
@@ -12,17 +11,12 @@ import pytest
 import torch
 
 import tritonclip
+from helpers.optimizers import torch_saved
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 from tritonclip.rules.rule import RULE_CLASSES
 
 PUBLIC_RULES = [kind for kind in RULE_CLASSES if kind.__name__ in tritonclip.__all__]
 BY_NORM = pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
-
-
-def reloaded(content):
-    file = io.BytesIO()
-    torch.save(content, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 @BY_NORM
@@ -95,7 +89,7 @@ def test_rule_is_loaded_with_weights_only(kind):
     rule = kind(0.5)
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     tritonclip.ClippedOptimizer(sgd, 1.0)
-    saved = reloaded({"param_groups": [{"params": ["weight"], "clip": rule}]})
+    saved = torch_saved({"param_groups": [{"params": ["weight"], "clip": rule}]}, weights_only=True)
     loaded = saved["param_groups"][0]["clip"]
     assert loaded == rule
     assert hash(loaded) == hash(rule)
@@ -138,7 +132,7 @@ def test_rule_by_value_has_its_bounds_for_fields(is_used):
     if is_used:
         assert rule.bounds[torch.float16] == (-1.0, 0.5)
     assert dataclasses.asdict(rule) == {"min": -1.0, "max": 0.5}
-    loaded = reloaded(rule)
+    loaded = torch_saved(rule, weights_only=True)
     assert loaded == rule
     assert loaded.bounds[torch.float32] == (-1.0, 0.5)
 
