@@ -1,7 +1,5 @@
 """Text for users: warnings that point to their line, names, tables."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

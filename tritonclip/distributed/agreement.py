@@ -3,8 +3,6 @@
 Under `verify()` they have to be about to do the same with the same parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any

@@ -16,8 +16,6 @@ as if it had none, and marks its numbers. On a CPU, where numbers are read at on
 anything is written. On an accelerator the others have the norm NaN, as for a NaN of that process.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Errors raised before anything is written, each with its remedy; policies for NaN and inf."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args
 

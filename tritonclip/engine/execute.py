@@ -3,8 +3,6 @@
 The composition of the backends' verbs. Arguments are checked and the list has its plan.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The memory of gradients: whether there is any, whose it is, and whether two share it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import add, gt

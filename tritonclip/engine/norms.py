@@ -4,8 +4,6 @@ The norms of a list over processes are reduced here and nowhere else; see
 `tritonclip.distributed.reduction`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

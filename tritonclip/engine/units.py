@@ -1,7 +1,5 @@
 """Units of a call: the weights that they belong to for a rule by unit, or their norms alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

@@ -4,8 +4,6 @@ Slow and hungry for memory on purpose. Switched on by `verify()` or by TRITONCLI
 `tritonclip.settings`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
