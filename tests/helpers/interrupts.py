@@ -1,7 +1,5 @@
 """KeyboardInterrupt at a place that is counted off: before a bytecode, or where signals arrive."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import CodeType, FrameType
@@ -19,11 +17,10 @@ class InterruptAtBytecode:
         self._paths = [at for at in traced if isinstance(at, str)]
         self._codes = [at for at in traced if not isinstance(at, str)]
 
-    def __enter__(self) -> InterruptAtBytecode:
+    def __enter__(self) -> None:
         # Python 3.12 traces bytecodes only where a frame asked for them before settrace.
         sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
-        return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
@@ -53,9 +50,8 @@ class InterruptAtCall:
     def __init__(self, n: int) -> None:
         self.n_seen, self._n = 0, n
 
-    def __enter__(self) -> InterruptAtCall:
+    def __enter__(self) -> None:
         sys.setprofile(self._count)
-        return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)

@@ -3,8 +3,6 @@
 The file is begun, resumed, and never mixed up with that of another run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import csv
@@ -449,7 +447,7 @@ def test_rows_stay_until_they_can_be_written(path, monkeypatch):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.file = whole(*args, **kwargs)
 
-        def __enter__(self) -> Full:
+        def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *_: object) -> None:
