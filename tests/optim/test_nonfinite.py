@@ -24,7 +24,7 @@ from helpers.training import (
     unchanged,
     wrapped,
 )
-from tritonclip import ClipByValue, ClippedOptimizer
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -201,3 +201,15 @@ def test_policies_act_on_a_loss_scale_that_is_nan(rule, nonfinite):
         assert not any(grad.any() for grad in grads_of(params))
     else:
         assert_bits(params, before)
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])
+@pytest.mark.parametrize("size", [4, 2**17])
+def test_gradients_that_became_zero_have_a_coefficient_of_zero(device, rule, size):
+    param = torch.nn.Parameter(torch.zeros(size, device=device))
+    optimizer = ClippedOptimizer(SGD([param]), rule, nonfinite="zero")
+    param.grad = torch.full_like(param, 0.1)
+    param.grad[1] = math.nan
+    optimizer.step()
+    assert not param.grad.any()
+    assert float(optimizer.stats.last_coefficient) == 0.0

@@ -282,8 +282,9 @@ def test_a_loss_ends_with_its_step_or_with_the_test_of_losses():
     step_with(params, optimizer, 1.0, 1.0)
     assert optimizer.loss is None
     optimizer.loss = 3.0
+    optimizer.skip_above = Outlier(4.0)
+    assert optimizer.loss == 3.0
     optimizer.skip_above = 100.0
-    optimizer.skip_above = ABOVE
     assert optimizer.loss is None
 
 

@@ -74,6 +74,20 @@ def test_step_hooks_registered_before_wrapping_run_once(log):
     assert log == [("before", "SGD", CLIPPED, OLD)]
 
 
+def test_step_hooks_get_the_arguments_of_the_step(log):
+    _, wrapper = one_weight()
+    for register in (wrapper.register_step_pre_hook, wrapper.register_step_post_hook):
+        register(lambda optimizer, args, kwargs: log.append((args, kwargs)))
+    wrapper.step()
+    wrapper.step(closure := lambda: 1.0)
+    wrapper.step(grad_scale=2.0)
+    alone = ((wrapper,), {})
+    with_closure = ((wrapper, closure), {})
+    assert log == [
+        p for p in (alone, with_closure, ((wrapper,), {"grad_scale": 2.0})) for _ in "12"
+    ]
+
+
 def test_step_pre_hook_may_replace_the_closure():
     _, wrapper = one_weight()
     wrapper.register_step_pre_hook(lambda optimizer, args, kwargs: ((args[0], lambda: 7.0), kwargs))
