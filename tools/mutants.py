@@ -36,7 +36,8 @@ CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
 NOT_CORE = re.compile("compiled|graph_break|triton")
 TESTS = [
     *["backends", "backward", "clip", "engine", "flat", "functional", "monitor", "optim", "rules"],
-    *["distributed/test_refusals.py", "test_messages.py", "test_named_norms.py"],
+    *["distributed/test_refusals.py", "test_calls.py", "test_messages.py", "test_modes.py"],
+    *["test_moves.py", "test_named_norms.py", "test_refusals.py", "test_warm_calls.py"],
 ]
 # One change of each kind: most others say nothing more, and those for | change annotations.
 NOT_TRIED = re.compile(

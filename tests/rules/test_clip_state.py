@@ -247,3 +247,18 @@ def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
     with pytest.raises(ValueError, match=rf"values that {type(rule).__name__}.* never leaves"):
         tritonclip.clip_(weight, rule, state=state)
     assert grad_of(weight).tolist() == [1.0]
+
+
+class CountsDown(ClipByOwnHistory):
+    """Its counts are below 0, which those of its parent never are."""
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(norm, 0.5), state - 1
+
+
+def test_a_rule_that_overrides_advance_takes_numbers_that_its_parent_would_refuse():
+    state = ClipState()
+    run(CountsDown(), state, range(2))
+    other = _loaded(state)
+    assert torch.tensor(other.state_dict()["values"])[:, 1].max() < 0
+    assert_bits(run(CountsDown(), other, range(2)), run(CountsDown(), state, range(2)))
