@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ MOST_IN_FLOAT64 = 6
 WIDE = frozenset({torch.float64, torch.complex128})
 # Dtypes that loops and kernels have arithmetic for.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Of arrays of numbers, each rounded as a tensor of the dtype rounds it.
+TYPECODES = {torch.float32: "f", torch.float64: "d"}
 
 
 # Norms.
@@ -106,8 +109,7 @@ def combine(norms: Tensor, norm_type: float) -> Tensor:
 def results_of(norms: list[float], grad_scale: float | Tensor, dtype: torch.dtype) -> array[float]:
     """Norms as results of a dtype have them: without the loss scale, and rounded."""
     scale = float(grad_scale)
-    unscaled = [norm / scale for norm in norms] if scale != 1 else norms
-    return array("d" if dtype == torch.float64 else "f", unscaled)
+    return array(TYPECODES[dtype], [norm / scale for norm in norms] if scale != 1 else norms)
 
 
 def combine_numbers(norms: list[float], p: float) -> float:
@@ -147,6 +149,25 @@ def coefficient_of(norm: Tensor, limit: float | Tensor, eps: float) -> Tensor:
     ratio = limit / bound
     keep = (ratio > 1) | (bound == 0) | ((limit == math.inf) & (norm == norm))
     return torch.where(keep, 1.0, ratio)
+
+
+def coefficients_of(
+    norms: list[float], limit: float | list[float], eps: float, dtype: torch.dtype
+) -> tuple[list[float], float]:
+    """`coefficient_of` in numbers, each step rounded to a dtype; and the least, or NaN."""
+    code = TYPECODES[dtype]
+    limits = array(code, limit if isinstance(limit, list) else [limit])
+    (eps,) = array(code, [eps])
+    bounds = array(code, [norm + eps for norm in norms])
+    # A limit may be NaN.
+    ratios = [
+        limit / bound if bound and not limit >= bound else 1.0
+        for bound, limit in zip(bounds, cycle(limits), strict=False)
+    ]
+    coefficients = array(code, ratios).tolist()
+    least = sum(coefficients)
+    # min may miss NaN.
+    return coefficients, least if math.isnan(least) else min(coefficients)
 
 
 def factor_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,17 +1,15 @@
 """The torch backend: the verbs in PyTorch's operators, on any device.
 
-On a CPU the host decides what need not be written, and small gradients are packed, so that few
-operators serve all of them. Elsewhere every decision is left to the device.
+On a CPU the host decides, in Python's numbers, what need not be written, and small gradients are
+packed, so that few operators measure all of them. Elsewhere every decision is left to the device.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
-from ctypes import c_double, c_float
-from itertools import compress, cycle
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,11 +17,12 @@ from torch import Tensor
 from tritonclip.backends.interface import Batch, Clip, Of, PartialNorms, arithmetic_of
 from tritonclip.backends.operators import (
     SMALL,
+    TYPECODES,
     as_contiguous,
     as_real_rows,
     as_scalar,
-    as_tensor,
     coefficient_of,
+    coefficients_of,
     combine,
     combine_numbers,
     count_rows,
@@ -32,6 +31,7 @@ from tritonclip.backends.operators import (
     multiply_units_,
     norm_of,
     norms_of_units,
+    results_of,
     unscale_and_clamp_,
     unscaled,
     wide_dtype,
@@ -41,19 +41,10 @@ from tritonclip.backends.operators import (
 # 270 us in pieces whose copies in float32 stay in cache. (torch 2.13, EPYC, 1 thread.)
 LONG_PIECE = 2**18
 # Elements of a tensor that is packed with others, and of all tensors that are. To copy a small
-# tensor takes 0.4 us, to measure it 1.3, or 2.1 in float64, and to multiply it 0.4, or 1.4 in half
-# precision. (EPYC, 2 threads.)
+# tensor takes 0.4 us, and to measure it 1.3, or 2.1 in float64. (EPYC, 2 threads.)
 PACKED, ALL_PACKED = 2**16, 2**19
 # Bytes on the host that a packed tensor takes beside its rows, at most: a view, and where it lies.
 _VIEW_BYTES = 704
-# Up to so many tensors are multiplied in less time one by one, each by its factor, than packed; and
-# in half precision or by slices.
-FEW, FEW_HALVES = 24, 6
-# Up to so many coefficients are computed in less time as numbers than by operators, which take 16
-# us for any list. (As above.)
-MANY = 32
-_CPU = torch.device("cpu")
-_ROUNDED: dict[torch.dtype, type[Any]] = {torch.float32: c_float, torch.float64: c_double}
 # Elements of a row whose squares are added up in float32, so few that no norm can be wrong by 1e-6.
 # With u = 2^-24, torch adds up a row of n elements in w lanes, n / w + w - 1 roundings each: the
 # root is off by half of as many u, and the roundings of root and result add 2u. With w = 8 (x86)
@@ -103,14 +94,12 @@ class TorchBatch:
 
     def __init__(self, tensors: list[Tensor], layout: TorchLayout) -> None:
         n = layout.n_tensors
-        self.tensors, self.weights = (
-            (tensors, []) if len(tensors) == n else (tensors[:n], tensors[n:])
-        )
-        self.dtype, self.rows, self._packings = layout.dtype, layout.rows, layout.packings
+        self.tensors, self.weights = tensors[:n], tensors[n:]
+        self.dtype, self._packings = layout.dtype, layout.packings
         self.sizes: Sequence[int] = layout.rows or ()
 
     def norm(self, norm_type: float, of: Of) -> PartialNorms:
-        """Measures the gradients; those of all, or of a few, are numbers on the host."""
+        """Measures the gradients: numbers on the host, and a tensor elsewhere and by rows."""
         tensors, packings = self.tensors, self._packings
         if of == "rows":
             lists = [tensors, self.weights] if self.weights else [tensors]
@@ -123,13 +112,12 @@ class TorchBatch:
         if packings and norm_type == 2.0:
             if of == "all" or len(tensors) == 1:
                 return packings[0].partial_norms(tensors)
-            norms = packings[0].norms(tensors)
-            return norms.tolist() if len(tensors) <= MANY else norms
+            norms: list[float] = packings[0].norms(tensors).tolist()
+            return norms
         tensors, wide = as_contiguous(tensors), wide_dtype(tensors[0].device)
-        if of == "each":
-            return torch.stack([norm_of([tensor], norm_type, wide) for tensor in tensors])
-        norm = norm_of(tensors, norm_type, wide)
-        return [norm.item()] if packings else norm.reshape(1)
+        lists = [[tensor] for tensor in tensors] if of == "each" else [tensors]
+        found = [norm_of(part, norm_type, wide) for part in lists]
+        return [norm.item() for norm in found] if packings else torch.stack(found)
 
     def combine(
         self,
@@ -141,25 +129,29 @@ class TorchBatch:
         wide: bool = False,
     ) -> Tensor:
         """The norm of all, or of each gradient."""
-        if of == "all" and isinstance(norms, list):
-            norms = [combine_numbers(norms, norm_type)]
-        whole = as_tensor(norms)
+        if isinstance(norms, list):
+            numbers = [combine_numbers(norms, norm_type)] if of == "all" else norms
+            dtype = torch.float64 if wide else self.dtype
+            # torch.tensor would take three times as long.
+            found = torch.frombuffer(results_of(numbers, grad_scale, dtype), dtype=dtype)
+            return found[0] if of == "all" else found
         if of == "all":
-            whole = combine(whole, norm_type)
+            norms = combine(norms, norm_type)
         elif of == "rows":
-            whole = self._of_rows(whole[0])
-        return unscaled(whole, grad_scale).to(whole.dtype if wide else self.dtype)
+            norms = self._of_rows(norms[0])
+        return unscaled(norms, grad_scale).to(norms.dtype if wide else self.dtype)
 
     def _of_rows(self, norms: Tensor) -> Tensor:
         """The norm of each gradient, from those of its rows."""
         if len(norms) == len(self.sizes):
             return norms
+        parts = norms.split(self.sizes)
         if norms.dtype != torch.float64 or self.tensors[0].dtype.to_real() == torch.float64:
             # Squares may leave the range.
-            return torch.stack([combine(part, 2.0) for part in norms.split(self.sizes)])
+            return torch.stack([combine(part, 2.0) for part in parts])
         if self._packings:
-            return self._packings[0].norms_of_tensors(norms)
-        return torch.stack(torch._foreach_norm(norms.split(self.sizes)))
+            return self._packings[0].over_rows(norms.square(), "sum").sqrt_()
+        return torch.stack(torch._foreach_norm(parts))
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The same norms."""
@@ -167,74 +159,79 @@ class TorchBatch:
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient, or each gradient or unit by its own."""
-        if self._packings and (clip.of == "all" or isinstance(norms, list)):
-            return self._scale_on_host_(norms if isinstance(norms, list) else norms.tolist(), clip)
-        if clip.of != "all":
-            return self._scale_each_(norms, clip)
-        norm = self.combine(norms, clip.norm_type, "all", clip.grad_scale)
-        coefficient = coefficient_of(norm, clip.limit, clip.eps)
-        factor = factor_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
-        erase = ~torch.isfinite(norm) if clip.erase else None
-        multiply_(self.tensors, factor, erase)
-        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
-
-    def _scale_on_host_(self, norms: list[float], clip: Clip) -> tuple[Tensor, float]:
-        """Multiplies by numbers: all gradients by one, or each of a few by its own."""
-        if clip.of == "all":
-            norms = [combine_numbers(norms, clip.norm_type)]
-        rounded, scale = _ROUNDED[self.dtype], float(clip.grad_scale)
-        norms = [rounded(norm / scale).value for norm in norms]
-        norm = self._as_result(norms)
+        if clip.of == "rows":
+            return self._scale_rows_(norms, clip)
+        if not self._packings:
+            return self._scale_on_device_(norms, clip)
+        numbers = norms if isinstance(norms, list) else norms.tolist()
+        if clip.of == "all" and len(numbers) > 1:
+            numbers = [combine_numbers(numbers, clip.norm_type)]
+        code, scale = TYPECODES[self.dtype], float(clip.grad_scale)
+        # Rounded as results are.
+        measured = array(code, [norm / scale for norm in numbers] if scale != 1 else numbers)
+        norm = torch.frombuffer(measured, dtype=self.dtype)
         norm = norm[0] if clip.of == "all" else norm
-        if clip.erase and (clip.of == "each" or not math.isfinite(norms[0])):
-            torch._foreach_zero_(self.tensors)
-            return norm, 0.0
-        limits, eps = clip.limit, rounded(clip.eps).value
-        limits = limits.tolist() if isinstance(limits, Tensor) else limits
-        limits = limits if isinstance(limits, list) else [limits]
-        coefficients = [
-            _coefficient(one, limit, eps, rounded)
-            for one, limit in zip(norms, cycle(limits), strict=False)
-        ]
-        scale = rounded(scale).value
-        factors = [rounded(coefficient / scale).value for coefficient in coefficients]
-        if factors.count(1.0) < len(factors):
-            if len(factors) == 1:
-                self._packings[0].multiply_all_(self.tensors, factors[0])
-            else:
-                chosen = [i for i, factor in enumerate(factors) if factor != 1]
-                self._packings[0].multiply_(self.tensors, self._as_result(factors), chosen)
-        least = sum(coefficients)
-        # min may miss NaN.
-        return norm, least if math.isnan(least) else min(coefficients)
-
-    def _as_result(self, numbers: list[float]) -> Tensor:
-        code = "d" if self.dtype == torch.float64 else "f"
-        return torch.frombuffer(array(code, numbers), dtype=self.dtype)
-
-    def _scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        tensors, partials = self.tensors, as_tensor(norms)
-        norm = self.combine(partials, clip.norm_type, clip.of, clip.grad_scale)
-        erase = clip.erase if isinstance(clip.erase, Tensor) else None
-        if self._packings and erase is not None and bool(erase):
-            # Not by torch._foreach_zero_, which refuses conjugate views.
-            for tensor in tensors:
+        if clip.erase and (clip.of == "each" or not math.isfinite(measured[0])):
+            for tensor in self.tensors:
                 tensor.zero_()
             return norm, 0.0
-        if clip.of == "rows":
-            coefficient = self._coefficients_of_rows(partials, clip)
+        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
+        factors, least = self._coefficients(measured.tolist(), limit, clip.eps)
+        if scale != 1:
+            (divisor,) = array(code, [scale])
+            factors = array(code, [factor / divisor for factor in factors]).tolist()
+        if factors.count(1.0) < len(factors):
+            self._multiply_(factors)
+        return norm, least
+
+    def _coefficients(
+        self, norms: list[float], limit: float | list[float], eps: float
+    ) -> tuple[list[float], float]:
+        """The coefficient of each norm in the dtype of results, and the least."""
+        return coefficients_of(norms, limit, eps, self.dtype)
+
+    def _multiply_(self, factors: list[float]) -> None:
+        """Multiplies all gradients by one number, or each by its own, unless it is 1."""
+        tensors = self.tensors
+        dtype = arithmetic_of(tensors[0].dtype)
+        if len(factors) == 1:
+            by = torch.scalar_tensor(factors[0], dtype=dtype, device="cpu")
+            torch._foreach_mul_(tensors, by)
+            return
+        own = torch.frombuffer(array(TYPECODES[dtype], factors), dtype=dtype).unbind()
+        chosen = [i for i, factor in enumerate(factors) if factor != 1]
+        torch._foreach_mul_([tensors[i] for i in chosen], [own[i] for i in chosen])
+
+    def _scale_on_device_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Multiplies all gradients by one coefficient, or each by its own."""
+        norm = self.combine(norms, clip.norm_type, clip.of, clip.grad_scale)
+        coefficient = coefficient_of(norm, clip.limit, clip.eps)
+        factor = factor_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
+        erase = clip.erase if isinstance(clip.erase, Tensor) else None
+        if clip.of == "all":
+            erase = ~torch.isfinite(norm) if clip.erase else None
+            multiply_(self.tensors, factor, erase)
         else:
-            coefficient = coefficient_of(norm, clip.limit, clip.eps)
+            for tensor, own in zip(self.tensors, factor.unbind(), strict=True):
+                multiply_([tensor], own, erase)
+        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
+
+    def _scale_rows_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient."""
+        tensors, on_host = self.tensors, bool(self._packings)
+        norm = self.combine(norms, 2.0, "rows", clip.grad_scale)
+        coefficient = self._coefficients_of_rows(norms, clip)
         factors = factor_of(coefficient, clip.grad_scale, tensors[0].dtype.to_real())
-        if self._packings:
-            self._packings[0].multiply_(tensors, factors)
-            return norm, coefficient
-        own = factors.split(self.sizes) if clip.of == "rows" else factors.unbind()
-        for tensor, factor in zip(tensors, own, strict=True):
-            if clip.of == "rows":
-                multiply_units_(tensor, factor, erase)
-            else:
-                multiply_([tensor], factor, erase)
+        erase = clip.erase if isinstance(clip.erase, Tensor) else None
+        if on_host and erase is not None and not bool(erase):
+            erase = None
+        chosen: Iterable[int] = range(len(tensors))
+        if on_host and erase is None:
+            changed = self._packings[0].over_rows((factors != 1).to(factors.dtype), "max")
+            chosen = compress(chosen, changed.tolist())
+        parts = factors.split(self.sizes)
+        for i in chosen:
+            multiply_units_(tensors[i], parts[i], erase)
         return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
 
     def _coefficients_of_rows(self, norms: Tensor, clip: Clip) -> Tensor:
@@ -276,7 +273,7 @@ class TorchBatch:
 class Packing:
     """Where small tensors of a CPU are packed: as rows of a matrix, with zeros behind each segment.
 
-    One operator then measures or multiplies all of them. A segment is a tensor, or, with counts,
+    One operator then measures all of them. A segment is a tensor, or, with counts,
     one of so many slices along its first dimension. Other tensors are long.
 
     Args:
@@ -289,7 +286,7 @@ class Packing:
         self._by_slice = counts is not None
         self._counts = [1] * len(sizes) if counts is None else list(counts)
         dtype = tensors[0].dtype.to_real()
-        self._dtype, self._is_half = arithmetic_of(dtype), dtype.itemsize == 2
+        self._dtype = arithmetic_of(dtype)
         # Of norms by rows of few elements, added up in the same dtype.
         self._least = _TRUSTED_DOUBLE if dtype == torch.float64 else _TRUSTED
         self._packed: list[int] = []
@@ -313,7 +310,6 @@ class Packing:
         self._segments = torch.repeat_interleave(self._lengths)
         self._has_empty = 0 in lengths
         self._of_tensors = torch.tensor(self._counts, dtype=torch.int64, device="cpu")
-        self._ends = self._of_tensors.cumsum(0)
         # Matrices, and their views, that no call has.
         self._spare: list[tuple[Tensor, list[Tensor]]] = []
         # Tensors that are clamped by two operators for all, and those by one each.
@@ -397,10 +393,9 @@ class Packing:
         squares = norms.square_()
         return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt_()
 
-    def norms_of_tensors(self, norms: Tensor) -> Tensor:
-        """The norm of each tensor, from those of its segments, whose squares float64 holds."""
-        squares, lengths = norms.square(), self._of_tensors
-        return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_()
+    def over_rows(self, values: Tensor, reduce: str) -> Tensor:
+        """The sum or the largest of the values of each tensor's segments."""
+        return torch.segment_reduce(values, reduce, lengths=self._of_tensors, unsafe=True)
 
     def _long_norms(self, tensor: Tensor) -> Tensor:
         if not self._by_slice:
@@ -414,70 +409,6 @@ class Packing:
         if self._by_slice:
             return norms_of_units(tensor)
         return norm_of(as_contiguous([tensor]), 2.0, torch.float64).reshape(1)
-
-    def multiply_all_(self, tensors: list[Tensor], factor: float) -> None:
-        """Multiplies all tensors by a number, unless it is 1 when it is rounded."""
-        by = torch.scalar_tensor(factor, dtype=self._dtype, device=_CPU)
-        if by.item() == 1:
-            return
-        if self._is_half and len(self._packed) > 1:
-            # Copies and one product take a third of the time of a product for each.
-            own = self._of(tensors, self._packed)
-            rows, views = memory = self._take(own)
-            torch._foreach_copy_(views, own)
-            rows.mul_(by)
-            torch._foreach_copy_(own, views)
-            self._keep(memory, by)
-            tensors = [tensors[i] for i in self._long]
-        if tensors:
-            torch._foreach_mul_(tensors, by)
-
-    def multiply_(
-        self, tensors: list[Tensor], factors: Tensor, chosen: list[int] | None = None
-    ) -> None:
-        """Multiplies each segment by its factor; only tensors with factors that are not 1.
-
-        `chosen` are their indices, where they are known.
-        """
-        factors = factors.to(self._dtype)
-        if chosen is None:
-            changed = (factors != 1).nonzero().flatten()
-            if self._by_slice:
-                changed = torch.searchsorted(self._ends, changed, right=True).unique_consecutive()
-            chosen = changed.tolist()
-        few = FEW_HALVES if self._is_half or self._by_slice else FEW
-        if self._packed and len(chosen) > few:
-            self._multiply_packed_(tensors, factors, chosen)
-            chosen = sorted(set(chosen).intersection(self._long))
-        if chosen and not self._by_slice:
-            by = factors.unbind()
-            torch._foreach_mul_([tensors[i] for i in chosen], [by[i] for i in chosen])
-        elif chosen:
-            by = factors.split(self._counts)
-            for i in chosen:
-                multiply_units_(tensors[i], by[i], None)
-
-    def _multiply_packed_(
-        self, tensors: list[Tensor], factors: Tensor, chosen: Sequence[int]
-    ) -> None:
-        """Multiplies those of the packed tensors that are chosen."""
-        own = self._of(tensors, self._packed)
-        rows, views = memory = self._take(own)
-        if len(chosen) < len(tensors):
-            flags = list(map(set(chosen).__contains__, self._packed))
-            own, views = list(compress(own, flags)), list(compress(views, flags))
-        if self._long:
-            by = factors.split(self._counts)
-            factors = torch.cat([by[i] for i in self._packed])
-        torch._foreach_copy_(views, own)
-        rows.mul_(factors.index_select(0, self._segments)[:, None])
-        torch._foreach_copy_(own, views)
-        self._keep(memory, factors)
-
-    def _keep(self, memory: tuple[Tensor, list[Tensor]], factors: Tensor) -> None:
-        """Gives back memory that was multiplied, unless zeros behind a segment may be NaN now."""
-        if math.isfinite(factors.sum().item()):
-            self._spare.append(memory)
 
 
 def _norm_by_rows(x: Tensor) -> Tensor:
@@ -493,10 +424,3 @@ def _norm_by_rows(x: Tensor) -> Tensor:
     values = torch.cat(norms) if len(norms) > 1 else norms[0]
     norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
-
-
-def _coefficient(norm: float, limit: float, eps: float, rounded: type[Any]) -> float:
-    """`coefficient_of` in numbers, each rounded as a tensor of the dtype rounds it."""
-    bound, limit = rounded(norm + eps).value, rounded(limit).value
-    # A limit may be NaN.
-    return float(rounded(limit / bound).value) if bound and not limit >= bound else 1.0
