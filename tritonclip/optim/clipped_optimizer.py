@@ -172,6 +172,7 @@ class ClippedOptimizer(ScalerSide):
         # Gradients that a step began to divide by a loss scale, and then failed; empty while one
         # that has not updated the parameters goes on; None in all other cases.
         self._divided: list[ref[Tensor]] | None = None
+        self._take_back()
         # The wrapped optimizer has made the state that it keeps.
         self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
