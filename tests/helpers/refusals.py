@@ -44,9 +44,7 @@ class Fresh:
         options = self.optimizer.clip, self.optimizer.nonfinite, len(self.optimizer.param_groups)
         versions = [one._version for one in tensors]
         values = [bits(one).tolist() for one in tensors]
-        # A scaler sets the latter two for a step, which takes them away.
-        names = {*vars(self.optimizer)} - {"found_inf", "_handed_scale"}
-        return options, versions, values, repr(deepcopy(saved)), names
+        return options, versions, values, repr(deepcopy(saved)), {*vars(self.optimizer)}
 
     def check(self, call: Callable[[Any], object], error: type[Exception], message: str) -> None:
         """A call raises, has changed nothing, and spoils no later one."""
