@@ -81,11 +81,12 @@ def test_step_hooks_get_the_arguments_of_the_step(log):
     wrapper.step()
     wrapper.step(closure := lambda: 1.0)
     wrapper.step(grad_scale=2.0)
-    alone = ((wrapper,), {})
-    with_closure = ((wrapper, closure), {})
-    assert log == [
-        p for p in (alone, with_closure, ((wrapper,), {"grad_scale": 2.0})) for _ in "12"
+    given: list[Any] = [
+        ((wrapper,), {}),
+        ((wrapper, closure), {}),
+        ((wrapper,), {"grad_scale": 2.0}),
     ]
+    assert log == [arguments for arguments in given for _ in ("before", "after")]
 
 
 def test_step_pre_hook_may_replace_the_closure():
