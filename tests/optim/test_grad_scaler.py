@@ -132,6 +132,15 @@ def test_scaler_heeds_what_a_step_hook_changes(scaler_type, change, expected):
     torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_step_without_a_scaler_may_follow_one_with_it(scaler_type, fused):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    scaler.step(optimizer)
+    weight.grad = SCALED / 1024
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-1.2, -1.6]))
+
+
 def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
     """As of a package with a scaler of its own, which sets both and deletes both."""
     weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=True)

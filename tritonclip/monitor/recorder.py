@@ -187,8 +187,10 @@ class Recorder:
         with rows.lock:
             # Known since the names are.
             if self._write:
-                lists = [of_list] if self._has_lists else []
-                rows.buffer.add_([self.steps + 1, *row[:5], *lists, *row[5:]])
+                cells: Row = [self.steps + 1, *row]
+                if self._has_lists:
+                    cells.insert(len(COLUMNS), of_list)
+                rows.buffer.add_(cells)
             self.steps += 1
             if self.steps % self.every == 0 or monotonic() >= rows.due:
                 rows.flush(wait=False)

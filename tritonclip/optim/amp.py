@@ -34,9 +34,10 @@ class ScalerSide(OptimizerProxy):
     _prepare: Callable[..., Step]
     _measure: Callable[..., Step]
     _measure_without_grad: Callable[..., Step]
-    found_inf: Any
+    # A scaler deletes it after its step.
+    found_inf: Any = None
     # The loss scale that a scaler hands over.
-    _handed_scale: Any
+    _handed_scale: Any = None
     # In a step of our GradScaler; and the step to come, which it had measured, or had judged.
     _is_under_ours = False
     _measured: Step | None = None
