@@ -29,7 +29,7 @@ _FEW = 16
 # The keys of the states of the test for outliers.
 _OUTLIERS, _LOSSES = "outliers", "losses"
 # States of tests, and their values after a step.
-Judged = Sequence[tuple[ClipState, Tensor]]
+Judged = Sequence[tuple[ClipState, list[float] | Tensor]]
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
@@ -158,7 +158,7 @@ class RuleStates:
                 above = c_float(above).value
             return norm > above, []
         flag: Flag = False
-        judged: list[tuple[ClipState, Tensor]] = []
+        judged: list[tuple[ClipState, list[float] | Tensor]] = []
         for owner, test in _tests_of(above).items():
             number: float | Tensor = norm
             if owner == _LOSSES:
