@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,21 @@ def test_a_closure_counts_one_norm_a_step():
     for _ in range(3):
         optimizer.step(closure)
     assert n_norms(memory_of(optimizer)["rule"]) == 3
+
+
+def test_a_copy_leaves_out_the_norms_of_parameters_that_no_group_has():
+    large = torch.nn.Parameter(torch.ones(1000, 1000))
+    params: list[Tensor] = [large, *(torch.nn.Parameter(torch.zeros(2)) for _ in range(2))]
+    optimizer = ClippedOptimizer(SGD(params, lr=0.1), ClipByOwnHistory(warmup=1))
+    steps(optimizer, params, range(3))
+    optimizer.param_groups[0]["params"].pop(0)
+    twin = copy.deepcopy(optimizer)
+    assert len(pickle.dumps(optimizer)) < 100_000
+    moved = twin.param_groups[0]["params"]
+    steps(twin, moved, range(3, 6))
+    steps(optimizer, params[1:], range(3, 6))
+    assert_bits(moved, params[1:])
+    assert repr(memory_of(twin)) == repr(memory_of(optimizer))
 
 
 def test_last_limit_of_each_gradient_is_nan():

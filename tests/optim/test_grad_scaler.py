@@ -152,6 +152,18 @@ def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
         torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
+def test_a_shallow_copy_shares_what_a_scaler_hands_over():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=True)
+    twin, weight.grad = copy.copy(optimizer), SCALED.clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+    twin.step()
+    assert_moved(weight)
+    assert float(twin.stats.last_norm) == 5.0
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+    del optimizer.found_inf
+    assert not hasattr(twin, "grad_scale")
+
+
 # On a device nobody knows whether a kernel that was asked to write did.
 DECIDED_ON_HOST = PLAIN_AND_FUSED[:2]
 WRITES = ("clamp_", "scale_")

@@ -274,8 +274,10 @@ def _as_history(history: object) -> History:
         return read(history.path)
     expected = "history must be a path, a Recorder, or norms before clipping in order"
     try:
-        # A number for a tensor without dimensions, and lists for one of several: neither serves.
-        given: Any = history.tolist() if isinstance(history, Tensor) else history
+        given: Any = history
+        if isinstance(history, Tensor):
+            # None is no number.
+            given = history.tolist() if history.dim() == 1 else [None]
         norms = torch.tensor([*map(float, given)], dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         got = f"{history!r:.80}"

@@ -99,7 +99,7 @@ class PlanCache:
         if addresses != plan.addresses and not _accepts(plan, grads, addresses):
             return None
         if last is None or sharding is not None:
-            # Specs are recognised by identity from now on.
+            # The sharding is recognised by identity from now on.
             self._last = plan, quick_key
         return plan
 

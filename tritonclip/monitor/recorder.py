@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.gradient_lists import MOST_LISTS, GradientLists
 from tritonclip.monitor.history import COLUMNS, LIST, PREFIX, check_path
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
-from tritonclip.rules.arguments import as_count, as_flag, as_number, local_number
+from tritonclip.rules.arguments import as_count, as_flag, local_number
 
 # The place of a truth value in a row.
 _SKIPPED = COLUMNS.index("skipped")
@@ -422,11 +423,12 @@ def _checked_value(
                 f"on {value.device}; if it holds the norms of gradients, pass norms.max()"
             )
         return value
-    if value is None or (of_truth and isinstance(value, bool)):
-        return value
-    if of_truth:
-        raise TypeError(f"{name} must be a truth value or a one-element tensor, got {value!r:.80}")
-    number = as_number(name, value)
+    if value is None:
+        return None
+    if isinstance(value, bool) is not of_truth or not isinstance(value, Real):
+        expected = "a truth value" if of_truth else "a number"
+        raise TypeError(f"{name} must be {expected} or a one-element tensor, got {value!r:.80}")
+    number = float(value)
     if number < least:
         raise ValueError(f"{name} must be {least:g} or more, got {number}")
     return number

@@ -75,7 +75,7 @@ class RowBuffer:
         if not self._rows:
             return
         values, arrival = None, None
-        if self._block is not None:
+        if self._block is not None and any(_ON_DEVICE in row for row in self._rows):
             _refuse_capture(self._block.device)
             if self._block.device.type == "cuda":
                 self._stream = follow_stream(self._stream, [self._block], self._block.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,19 +26,16 @@ from tritonclip.rules.arguments import as_grad_scale
 class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls.
 
-    Attributes:
-        found_inf: during the step of a GradScaler, which sets it, whether gradients overflow, 0-d;
-            False where it is known that none does. None outside of such a step.
+    `found_inf` is 0-d during the step of a GradScaler, which sets it; False where it is known that
+    no gradient overflows.
     """
 
     stats: ClipStats
     _prepare: Callable[..., Step]
     _measure: Callable[..., Step]
     _measure_without_grad: Callable[..., Step]
-    # A scaler deletes it after its step.
-    found_inf: Any = None
-    # The loss scale that a scaler hands over.
-    _handed_scale: Any = None
+    # What a scaler hands over for one step, loss scale and overflow; shallow copies share it.
+    _handed: SimpleNamespace
     # In a step of our GradScaler; and the step to come, which it had measured, or had judged.
     _is_under_ours = False
     _measured: Step | None = None
@@ -50,25 +48,38 @@ class ScalerSide(OptimizerProxy):
         """
         # A scaler multiplies its own by it.
         self._refuse_set_by_hand()
-        if self._handed_scale is None:
+        if self._handed.scale is None:
             raise AttributeError("grad_scale: no loss scale is set")
-        return self._handed_scale
+        return self._handed.scale
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
-        self._handed_scale = scale
+        self._handed.scale = scale
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
-        self._handed_scale = None
+        self._take_back()
+
+    @property
+    def found_inf(self) -> Any:
+        """Whether gradients overflow, as a GradScaler says during its step; None without one."""
+        return self._handed.found_inf
+
+    @found_inf.setter
+    def found_inf(self, found_inf: Any) -> None:
+        self._handed.found_inf = found_inf
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._take_back()
 
     def _take_back(self) -> None:
         """Forgets what a scaler hands over for one step."""
-        self.found_inf = self._handed_scale = None
+        self._handed.scale = self._handed.found_inf = None
 
     def _refuse_set_by_hand(self) -> None:
         """RuntimeError where no scaler has set the loss scale, which it sets with `found_inf`."""
-        scale = self._handed_scale
+        scale = self._handed.scale
         if scale is not None and self.found_inf is None:
             self._take_back()
             raise RuntimeError(
@@ -83,9 +94,9 @@ class ScalerSide(OptimizerProxy):
         try:
             self._refuse_set_by_hand()
             if grad_scale is None:
-                scale: Tensor | float | None = self._handed_scale
+                scale: Tensor | float | None = self._handed.scale
                 return scale
-            if self._handed_scale is not None or isinstance(self.found_inf, Tensor):
+            if self._handed.scale is not None or isinstance(self.found_inf, Tensor):
                 raise RuntimeError(
                     "grad_scale was given to a step of a GradScaler, which hands over a loss "
                     "scale; expected one of the two: scaler.step(optimizer), or "
@@ -117,7 +128,7 @@ class ScalerSide(OptimizerProxy):
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Steps, unless the host leaves the step out: then `step` is not called, as by torch's."""
-        self.found_inf, self._handed_scale = found_inf, scale
+        self._handed.found_inf, self._handed.scale = found_inf, scale
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -172,7 +173,7 @@ class ClippedOptimizer(ScalerSide):
         # Gradients that a step began to divide by a loss scale, and then failed; empty while one
         # that has not updated the parameters goes on; None in all other cases.
         self._divided: list[ref[Tensor]] | None = None
-        self._take_back()
+        self._handed = SimpleNamespace(scale=None, found_inf=None)
         # The wrapped optimizer has made the state that it keeps.
         self._has_stepped = False
         # Last: an argument that is refused leaves the optimizer as it was.
@@ -300,7 +301,7 @@ class ClippedOptimizer(ScalerSide):
             if self._optimizer_step_pre_hooks:
                 args, kwargs = self._before_step(args, kwargs)
                 closure, grad_scale = _arguments(*args[1:], **kwargs)
-            if grad_scale is not None or self._handed_scale is not None:
+            if grad_scale is not None or self._handed.scale is not None:
                 grad_scale = self._loss_scale(grad_scale, closure)
             result, step = None, None
             if closure is not None or isinstance(optimizer, LBFGS):
@@ -359,7 +360,7 @@ class ClippedOptimizer(ScalerSide):
         if step is None or (self._optimizer_step_pre_hooks and not is_judged_only):
             step = self._measure(grad_scale, is_recorded=not makes_state)
         if not step.is_judged:
-            found_inf = self.found_inf
+            found_inf = self._handed.found_inf
             step.judge(found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else False)
         if step.verdict.left_out is not True and not is_judged_only:
             if step.policy.raises and not step.verdict.left_out:
@@ -387,7 +388,7 @@ class ClippedOptimizer(ScalerSide):
         if self._divided is not None and self._has_divided():
             refusal = refusal or RuntimeError(_DIVIDED)
         # Under a GradScaler, a step that is not finite is an overflow.
-        overflow = check_finite or self.found_inf
+        overflow = check_finite or self._handed.found_inf
         check_finite = check_finite or policy.checks
         clip_groups, of_rules = grouping.divide(covers_all=check_finite or grad_scale is not None)
         refusal = refusal or of_rules

@@ -229,9 +229,15 @@ class RuleStates:
         return range(n) if found is None else found
 
     def __getstate__(self) -> dict[str, Any]:
-        # The rows are those of the copied parameters. The loss is of a step of this program; the
-        # copied wrapper has a grouping of its own.
-        return {**vars(self), "grouping": None, "loss": None}
+        # The loss is of a step of this program; the copied wrapper has a grouping of its own.
+        state, rows = {**vars(self), "grouping": None, "loss": None}, self._all_rows()
+        if len(rows) < len(self._rows):
+            # Else it would keep parameters alive that no group has any more.
+            state["_states"] = {owner: _at(rows, one) for owner, one in self._states.items()}
+            state["_located"] = self._located[: len(rows)]
+            state["_rows"] = {parameter: i for i, parameter in enumerate(state["_located"])}
+            state["_in_order"] = True
+        return state
 
     def load_state_dict(self, states: object) -> None:
         """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
@@ -247,6 +253,14 @@ class RuleStates:
         if self._have_rows():
             # At once: positions count in checkpoints only.
             self.locate()
+
+
+def _at(rows: Sequence[int], state: ClipState) -> ClipState:
+    """A state that has some of the rows."""
+    found = ClipState()
+    found.load_state_dict(state.copied(rows))
+    found._is_loaded = False
+    return found
 
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
