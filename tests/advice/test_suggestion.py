@@ -507,8 +507,11 @@ def test_too_few_norms_are_refused(norms, warmup, message):
 
 @pytest.mark.parametrize(
     "history",
-    [3.0, None, ["a"], torch.ones(3, 30), torch.ones(30, dtype=torch.complex64), {"a": 1}],
-    ids=["number", "none", "text", "2-d", "complex", "dict"],
+    [
+        *[3.0, None, ["a"], {"a": 1}, torch.ones(30, dtype=torch.complex64)],
+        *[torch.ones(()), torch.ones(3, 30), torch.ones(0, 3)],
+    ],
+    ids=["number", "none", "text", "dict", "complex", "0-d", "2-d", "empty"],
 )
 def test_histories_of_another_kind_are_refused(history):
     with pytest.raises(TypeError, match="history must be a path, a Recorder, or norms"):

@@ -125,7 +125,7 @@ DTENSOR.placements = [SimpleNamespace(is_replicate=lambda: False)]
     ("values", "error", "message"),
     [
         ({"norm": None}, TypeError, "got None, which clip_ returns"),
-        ({"norm": "1"}, TypeError, "norm must be a number"),
+        ({"norm": "1"}, TypeError, "norm must be a number or a one-element tensor, got .1."),
         ({"norm": True}, TypeError, "norm must be a number"),
         ({"norm": -1.0}, ValueError, "norm must be 0 or more, got -1.0"),
         ({"norm": torch.ones(3)}, ValueError, r"one real number, got shape \(3,\).*norms\.max"),
