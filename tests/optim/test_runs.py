@@ -166,7 +166,6 @@ class Model:
     """What a run has done, and what it shows."""
 
     setting: Setting
-    host_decides: bool
     # Whether the wrapped optimizer takes `found_inf`; torch's copies of a fused one do not.
     is_told: bool = False
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
@@ -222,12 +221,6 @@ class Model:
         if fate == "taken":
             self._take(norms)
             row |= {name: self.last[name] for name in ("coefficient", "limit")}
-        elif self.is_told and (
-            not self.host_decides or (fate == "overflow" and setting.scaler == "torch")
-        ):
-            # A tensor says so, and is not read: groups that lost their rule drop out all the same.
-            kept = [f"group{i}_" for i in norms]
-            self.last = {k: v for k, v in self.last.items() if k in LAST or k[:7] in kept}
         self.rows.append(row)
         return fate
 
@@ -515,7 +508,7 @@ def test_a_run_is_that_of_the_model(backend, setting, events):
         setting = replace(setting, most=None)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.csv"
-        run, model = Run(setting, backend.device, path), Model(setting, backend.host_decides)
+        run, model = Run(setting, backend.device, path), Model(setting)
         seen: list[tuple[Tensor, Tensor]] = []
         run.assert_is(model)
         for number, event in enumerate(events):
