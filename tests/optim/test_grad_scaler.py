@@ -152,6 +152,19 @@ def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
         torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+def test_scaler_refuses_a_loss_scale_that_a_hook_adds(fused, unscaled):
+    """Gradients that are unscaled already would be divided twice."""
+    weight, optimizer, scaler = weight_under(tritonclip.GradScaler, fused=fused)
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "grad_scale": 2.0}))
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="grad_scale was given to a step of a GradScaler"):
+        scaler.step(optimizer)
+    assert not weight.any()
+
+
 def test_a_shallow_copy_shares_what_a_scaler_hands_over():
     weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=True)
     twin, weight.grad = copy.copy(optimizer), SCALED.clone()

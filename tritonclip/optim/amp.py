@@ -96,7 +96,9 @@ class ScalerSide(OptimizerProxy):
             if grad_scale is None:
                 scale: Tensor | float | None = self._handed.scale
                 return scale
-            if self._handed.scale is not None or isinstance(self.found_inf, Tensor):
+            # Of a step that was judged, the overflow is no tensor any more.
+            is_judged = self._measured is not None
+            if is_judged or self._handed.scale is not None or isinstance(self.found_inf, Tensor):
                 raise RuntimeError(
                     "grad_scale was given to a step of a GradScaler, which hands over a loss "
                     "scale; expected one of the two: scaler.step(optimizer), or "
