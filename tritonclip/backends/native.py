@@ -335,10 +335,7 @@ class NativeBatch:
             factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
         elif least == 1:
             return norm, least
-        tensors = self.tensors
-        if 1.0 in factors:
-            tensors = [t for t, f in zip(tensors, factors, strict=True) if f != 1]
-        increment_version(tensors)
+        increment_version([t for t, f in zip(self.tensors, factors, strict=True) if f != 1])
         loops.multiply_(*self._list, factors)
         return norm, least
 

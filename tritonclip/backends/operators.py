@@ -58,21 +58,21 @@ def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tens
         norm_type: p of the p-norm.
         dtype: of the result: the widest of the device.
     """
-    norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors, PIECE)]
+    norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors)]
     if not norms:
         return torch.zeros((), dtype=dtype, device=tensors[0].device)
     return norms[0] if len(norms) == 1 else combine(torch.stack(norms), norm_type)
 
 
-def _pieces(tensors: list[Tensor], size: int) -> Iterator[Tensor]:
-    """Yields every element once, in 1-d pieces of at most `size`; small tensors end to end."""
+def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yields every element once, in 1-d pieces of at most `PIECE`; small tensors end to end."""
     small: list[Tensor] = []
     n = 0
     for tensor in tensors:
         if tensor.numel() > SMALL:
-            yield from split_flat(tensor, size)
+            yield from split_flat(tensor, PIECE)
             continue
-        if n + tensor.numel() > size:
+        if n + tensor.numel() > PIECE:
             yield torch.cat(small)
             small, n = [], 0
         small.append(tensor.reshape(-1))
@@ -116,7 +116,7 @@ def combine_numbers(norms: list[float], p: float) -> float:
     """The norm of a whole from the norms of its parts."""
     total, largest = sum(norms), max(norms)
     # NaN stays in a sum, and may be lost in max and hypot.
-    if p == 1 or len(norms) == 1 or math.isnan(total):
+    if math.isnan(total):
         return total
     # 0 for -0, too.
     if p == math.inf or not 0 < largest < math.inf:
@@ -225,13 +225,11 @@ def as_contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def split_flat(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator[Tensor]:
-    """Yields every element once, in pieces of at most `size` elements; none for an empty tensor.
+    """Yields every element once, in pieces of at most `size` elements.
 
     Pieces are 1-d: views where strides allow it, else copies. Writable pieces are always views, of
     any shape.
     """
-    if tensor.numel() == 0:
-        return
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(size)
     elif tensor.numel() <= size:
@@ -259,8 +257,6 @@ def has_dense_units(tensor: Tensor) -> bool:
     """Whether the slices along the first dimension lie end to end, each dense in any order."""
     if tensor.is_contiguous():
         return True
-    if tensor.dim() < 2:
-        return False
     unit = tensor[0]
     order = sorted(range(unit.dim()), key=unit.stride, reverse=True)
     dense = unit.permute(order).is_contiguous()
@@ -291,11 +287,11 @@ def norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
         # Squares of narrower numbers fit float64, whatever they are.
         norms: Tensor = torch.linalg.vector_norm(x, dim=1)
         return norms
-    largest = x.abs().amax(1, keepdim=True)
+    largest = x.abs().amax(1)
     # Dividing by 1 instead of 0, inf and NaN gives just these.
     scale = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
-    rest: Tensor = torch.linalg.vector_norm(x / scale, dim=1)
-    return scale[:, 0] * rest
+    rest: Tensor = torch.linalg.vector_norm(x / scale[:, None], dim=1)
+    return scale * rest
 
 
 def as_real_rows(tensor: Tensor) -> Tensor:
