@@ -1,6 +1,6 @@
-"""The parameters in the user's argument: tensors, a module, or (name, parameter) pairs.
+"""Reads the user's argument: tensors, a module, or (name, parameter) pairs.
 
-A module is walked once, which also finds marks of need_clip.
+A module is walked once for its parameters and for `need_clip` set on modules by mistake.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.optim import Optimizer
 
 from tritonclip.modes import PLAIN
 
-# A module that overrides one of these may have other parameters than a walk finds.
+# If a module overrides one of these, a walk over its children may miss parameters.
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
 
 
-# The attribute of parameters that FullyShardedDataParallel, the first version, manages. They are
-# plain tensors that only look whole.
+# FullyShardedDataParallel, the first version, marks the parameters that it manages by this
+# attribute. They are plain tensors that look whole but hold a shard.
 FSDP_MARK = "_fsdp_flattened"
 FSDP_MARKS = repeat(FSDP_MARK)
 
 
 def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
-    """Refuses norms of parameters that FullyShardedDataParallel may have split over processes."""
+    """Raises TypeError if FullyShardedDataParallel may have split the parameters."""
     if are_fsdp_shards(parameters):
         raise TypeError(
             "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
@@ -39,33 +39,34 @@ def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
 
 
 def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
-    """Whether FullyShardedDataParallel manages a parameter, on several processes."""
+    """Whether FullyShardedDataParallel manages one of the parameters over several processes."""
     if "torch.distributed.fsdp" not in sys.modules or not any(map(hasattr, parameters, FSDP_MARKS)):
         return False
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class GradientSource:
-    """Parameters, by name, which hand their gradients to `clip_` themselves.
+    """An argument of `clip_` that collects its gradients itself, such as `FlatGradients`.
 
-    `gradients(rule, state, processes)`, of the call, returns those that `rule` is to clip.
+    `gradients(rule, state, processes)` gets arguments of the call and returns the `Gradients` to
+    clip.
     """
 
     gradients: Callable[..., Any]
 
 
 def needs_clip(parameter: Tensor) -> bool:
-    """Whether a parameter is to be clipped: `need_clip = False` says no."""
+    """Whether a parameter is to be clipped, which `need_clip = False` forbids."""
     return bool(getattr(parameter, "need_clip", True))
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter that is to be clipped."""
+    """The gradient of a parameter, or None if it is not to be clipped."""
     return parameter.grad if needs_clip(parameter) else None
 
 
 def checked_parameters(module: Module) -> list[Tensor]:
-    """The parameters, as `module.parameters()` has them; ValueError for marks on modules."""
+    """Lists `module.parameters()`; raises ValueError where a module has `need_clip = False`."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting: list[Module | None] = [module]
@@ -94,14 +95,14 @@ LabelOf = Callable[[int], str]
 
 
 def labelled(parameters: object) -> tuple[list[Tensor], LabelOf]:
-    """As `with_labels`, for parameters whose gradients are whole."""
+    """As `with_labels`, but refuses shards of FullyShardedDataParallel."""
     items, label_of = with_labels(parameters)
     refuse_fsdp_shards(items)
     return items, label_of
 
 
 def with_labels(parameters: object) -> tuple[list[Tensor], LabelOf]:
-    """The parameters in an argument of `clip_`, and the name of the i-th."""
+    """The parameters in an argument of `clip_`, and a function that names the i-th."""
     if isinstance(parameters, Module):
         checked_parameters(parameters)
         parameters = parameters.named_parameters()
@@ -109,7 +110,7 @@ def with_labels(parameters: object) -> tuple[list[Tensor], LabelOf]:
 
 
 def as_list(parameters: object) -> list[Any]:
-    """The items of the user's argument, read once."""
+    """Reads the items of the user's argument, once."""
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, Module):
@@ -126,7 +127,7 @@ def as_list(parameters: object) -> list[Any]:
 
 
 def _remedy(parameters: object) -> str:
-    """The end of a message about an argument that has parameters; "" for any other."""
+    """Advice for an argument that is not iterable but holds parameters; else ""."""
     if isinstance(parameters, MethodType):
         return f"; call it: {parameters.__name__}()"
     if isinstance(parameters, dict):
@@ -140,7 +141,7 @@ def _remedy(parameters: object) -> str:
 
 
 def unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
-    """The parameters of (name, parameter) pairs, if they are pairs, and their names."""
+    """Splits (name, parameter) pairs into parameters and names; bare parameters stay."""
     items, label_of = _without_names(items, label_of, "parameter")
     if not are_tensors(items):
         refuse_no_tensors(
@@ -150,7 +151,7 @@ def unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]
 
 
 def _without_names(items: list[Any], label_of: LabelOf, noun: str) -> tuple[list[Any], LabelOf]:
-    """The second items of pairs with a name, if they are pairs, and their names."""
+    """Splits (name, item) pairs into items and names; bare items keep `label_of`."""
     if not (items and isinstance(items[0], tuple)):
         return items, label_of
     for position, pair in enumerate(items):
@@ -164,12 +165,12 @@ def _without_names(items: list[Any], label_of: LabelOf, noun: str) -> tuple[list
 
 
 def device_of(items: Sequence[Tensor]) -> torch.device:
-    """The device of results for a list; the CPU for an empty one."""
+    """The device of results: that of the first tensor, or the CPU for an empty list."""
     return items[0].device if items else torch.device("cpu")
 
 
 def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> list[str]:
-    """The names of parameters, looked up in the user's argument; clipping never needs them."""
+    """Looks up the names of parameters for a message; clipping itself needs no names."""
     if isinstance(argument, Module):
         names = [name for name, _ in argument.named_parameters()]
         return [names[i] for i in positions]
@@ -177,7 +178,7 @@ def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> l
 
 
 def tensors_in(tensors: object) -> tuple[list[Tensor], LabelOf]:
-    """The tensors in an argument that holds gradients themselves, without None, and their names."""
+    """The tensors, None left out, in an argument of gradients themselves, and their names."""
     label_of: LabelOf = "tensors[{}]".format
     if type(tensors) is list and PLAIN.issuperset(map(type, tensors)):
         return tensors, label_of
@@ -204,7 +205,7 @@ def tensors_in(tensors: object) -> tuple[list[Tensor], LabelOf]:
 
 
 def refuse_parameters(tensors: Sequence[Tensor], label_of: LabelOf) -> None:
-    """Refuses to write tensors that require grad, or are parameters: weights, most likely."""
+    """Raises TypeError for tensors that are most likely weights: parameters, or requiring grad."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad or isinstance(tensor, Parameter):
             fault = "is a parameter" if isinstance(tensor, Parameter) else "requires grad"
@@ -222,7 +223,7 @@ def are_tensors(items: Sequence[object]) -> bool:
 
 
 def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: str) -> None:
-    """Refuses items, each with its position, among which one is no tensor."""
+    """Raises TypeError if one of the items, given with their positions, is not a tensor."""
     for position, item in items:
         if not isinstance(item, Tensor):
             remedy = ""

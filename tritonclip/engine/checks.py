@@ -1,4 +1,4 @@
-"""Errors raised before anything is written, each with its remedy; policies for NaN and inf."""
+"""The checks of a call, which raise before anything is written, and its policies for NaN."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -16,7 +16,7 @@ from tritonclip.rules import Rule
 
 
 def check(gradients: Gradients, rule: Rule) -> None:
-    """Refuses gradients that cannot be written, or that a rule has no meaning for."""
+    """Refuses gradients that cannot be written, or that the rule is not defined for."""
     if not rule.clamps and gradients.sharding is None:
         refuse_fsdp_shards(gradients.sources or ())
     plan = gradients.plan
@@ -42,7 +42,7 @@ def check(gradients: Gradients, rule: Rule) -> None:
 
 
 def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None:
-    """Refuses a rule that would need more of a gradient than its shard."""
+    """Refuses a rule that needs whole gradients where only their shards are here."""
     if rule.clamps and (sums := gradients.terms()):
         raise TypeError(
             f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
@@ -60,13 +60,13 @@ def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None
 
 
 def _refuse_split(gradients: Gradients) -> None:
-    """Refuses DTensors whose units lie on several processes, unless they are one unit."""
+    """Refuses DTensors whose units are split over processes; a parameter may be one unit."""
     for index, parameter in enumerate(gradients.owners()):
         expected = getattr(parameter, "placements", ())
         found = getattr(parameter.grad, "placements", ())
         mesh = getattr(parameter, "device_mesh", None)
         sizes = () if mesh is None else tuple(mesh.shape)
-        # Shard(0) and _StridedShard(0) give each process some of the rows.
+        # Shard(0) and _StridedShard(0) split a parameter between its rows.
         if expected != found or not all(
             placement.is_replicate() or getattr(placement, "dim", None) == 0 or size == 1
             for placement, size in zip(found, sizes, strict=True)
@@ -80,10 +80,10 @@ def _refuse_split(gradients: Gradients) -> None:
 
 
 def warn_if_no_parameters(sources: Sequence[Tensor]) -> None:
-    """Warns of tensors without gradients that can hardly be parameters.
+    """Warns if no tensor has a gradient and some can hardly be parameters.
 
-    A loss or an activation is no leaf; gradients, and the values of a state_dict, require none.
-    Frozen parameters are parameters.
+    Losses and activations are not leaves. Gradients and the values of a state_dict do not require
+    grad. Frozen parameters raise no warning.
     """
     if not sources or any(isinstance(source, Parameter) for source in sources):
         return
@@ -98,7 +98,7 @@ def warn_if_no_parameters(sources: Sequence[Tensor]) -> None:
 
 
 def refuse_read_only(gradients: Gradients) -> None:
-    """Refuses gradients made in inference mode, outside of it."""
+    """Raises outside of inference mode for gradients that were made inside of it."""
     plan = gradients.plan
     if plan is None or not plan.inference or torch.is_inference_mode_enabled():
         return
@@ -120,7 +120,7 @@ TORCH_REMEDY = (
 
 
 def unknown_policy(nonfinite: object) -> ValueError:
-    """The error for a policy that is none of them."""
+    """The error for an unknown policy."""
     remedy = "as torch's error_if_nonfinite=True, 'error' raises"
     if nonfinite == "skip":
         remedy = "only a ClippedOptimizer can skip a step"
@@ -130,15 +130,15 @@ def unknown_policy(nonfinite: object) -> ValueError:
 
 
 def check_policy(nonfinite: object) -> None:
-    """Refuses an unknown policy."""
+    """Raises ValueError for an unknown policy."""
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
 
 
 def raise_if_nonfinite(norms: Norms, remedy: str, rule: Rule | None = None) -> None:
-    """RuntimeError for norms that are not finite; waits for the device.
+    """Raises RuntimeError if a norm is not finite; waits for the device.
 
-    `remedy` ends the message. `rule` is going to clip; None where a norm is only measured.
+    `remedy` ends the message. `rule` is the one that was to clip, or None for a measurement.
     """
     gradients, norm = norms.gradients, norms.norm()
     if bool(torch.isfinite(norm).all()):
@@ -161,7 +161,7 @@ def raise_if_nonfinite(norms: Norms, remedy: str, rule: Rule | None = None) -> N
         if labels
         else f"Every gradient is finite, but their norm does not fit {norm.dtype}"
     )
-    # As in PyTorch's message; others clip tensors too.
+    # PyTorch says so too; our other functions also clip tensors that are no gradients.
     source = " for gradients from `parameters`" if remedy == TORCH_REMEDY else ""
     raise RuntimeError(
         f"The total norm of order {norms.norm_type}{source} is non-finite, "
@@ -170,7 +170,7 @@ def raise_if_nonfinite(norms: Norms, remedy: str, rule: Rule | None = None) -> N
 
 
 def raise_if_unlimited(rule: Rule, norms: Norms, remedy: str) -> None:
-    """RuntimeError for limits of finite norms that are no numbers of 0 or more; waits for them."""
+    """Raises RuntimeError if a finite norm has a limit that is NaN or negative; waits."""
     if bool(norms.is_finite()):
         return
     lacking = norms.lack_weights()
@@ -188,7 +188,7 @@ def raise_if_unlimited(rule: Rule, norms: Norms, remedy: str) -> None:
 
 
 def nonfinite_indices(gradients: Gradients) -> list[int]:
-    """Which gradients have a NaN or inf; waits for the device."""
+    """The indices of the gradients with a NaN or inf; waits for the device."""
 
     def is_nonfinite(grad: Tensor) -> bool:
         grad = grad.coalesce()._values() if grad.layout == torch.sparse_coo else grad

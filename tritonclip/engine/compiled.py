@@ -1,9 +1,9 @@
-"""Calls that are traced: they collect the gradients, and one custom operator does the rest.
+"""Traced calls: the graph collects the gradients, and one custom operator clips them.
 
-Addresses and pointer tables cannot be traced. The operator finds them at run time, eagerly, with
-the same checks and the same code as a call outside of a graph. It clips by the global norm or by
-value, with numbers that are constants of the graph. All other calls break the graph of
-torch.compile, see `graph_break.py`, and are refused by make_fx and FakeTensorMode.
+Addresses and pointer tables cannot be traced. The operator finds them when the graph runs, with the
+same checks and the same code as an eager call. It clips by the global norm or by value, and its
+numbers are constants of the graph. All other calls break the graph of torch.compile, see
+`graph_break.py`; make_fx and FakeTensorMode refuse them.
 """
 
 from collections.abc import Callable, Sequence, Sized
@@ -22,10 +22,10 @@ from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
 
 
 def _clip(grads: list[Tensor], names: str, numbers: list[float], nonfinite: str) -> Tensor:
-    """Clips distinct gradients; returns the norm, empty for a rule that clamps.
+    """Clips distinct gradients; returns the norm, or an empty tensor for ClipByValue.
 
-    `names` are theirs, line by line, and `numbers` those of the rule: the two bounds of ClipByValue
-    or the three arguments of ClipByGlobalNorm.
+    `names` has the name of a gradient in each line. `numbers` are the two bounds of ClipByValue or
+    the three arguments of ClipByGlobalNorm.
     """
     gradients = Gradients(grads, grads[0].device, lambda index: names.split("\n")[index])
     rule: Rule = rule_of(ClipByValue if len(numbers) == 2 else ClipByGlobalNorm, *numbers)
@@ -38,10 +38,10 @@ def _simulate_clip(grads: Sequence[Tensor], _: str, numbers: Sequence[float], __
     return grads[0].new_empty(0) if clamps else grads[0].new_empty((), dtype=result_dtype(grads))
 
 
-# `torch.library.custom_op` would wrap the operator in layers of Python that take longer than a
-# small list. Two of them are not needed: it has no derivative, and counts versions where it writes.
-# No CUDA graph of torch.compile captures it: the tables of a list would lie in the memory of the
-# graph, and outlive it.
+# The layers of Python around a `torch.library.custom_op` take longer than clipping a small list, so
+# that this operator does without those for autograd and versions: it has no derivative, and it
+# increments versions itself. CUDA graphs of torch.compile must not capture it: the tables of a list
+# would lie in the memory of the graph, and outlive it.
 _LIBRARY = torch.library.Library("tritonclip", "FRAGMENT")
 _LIBRARY.define(
     "clip_(Tensor(a!)[] grads, str names, float[] numbers, str nonfinite) -> Tensor",
@@ -55,24 +55,24 @@ _clip_op = torch.ops.tritonclip.clip_.default
 
 
 def break_graph(eager: Callable[..., Any], argument: Any, *arguments: Any, **options: Any) -> Any:
-    """Makes the user's call once more, eagerly, outside of the graph."""
+    """Breaks the graph and makes the user's call again, eagerly."""
     from tritonclip.engine import graph_break
 
     return graph_break.call(eager, _read_once(argument), *arguments, **options)
 
 
 def _read_once(argument: Any) -> Any:
-    """The argument, so that it can be read twice: iterators have no size."""
+    """Makes a list of an iterator, which could be read only once."""
     return argument if isinstance(argument, (Module, Sized)) else list(argument)
 
 
 def clip_(
     call: Callable[..., Any], argument: Any, rule: Rule, nonfinite: str, **options: object
 ) -> Tensor | None:
-    """The body of the functions that clip gradients of parameters, where it is traced.
+    """The body of the clipping functions while they are traced.
 
-    `call` is the user's, with all arguments but the two first by name; `options` are None where
-    they were not given.
+    `call` is the user's function, which takes the further arguments by name. Options that the user
+    did not give are None.
     """
     argument = _read_once(argument)
     parameters, label_of = with_labels(argument)
@@ -86,17 +86,17 @@ def clip_(
         any(option is not None for option in options.values())
         or type(rule) not in (ClipByGlobalNorm, ClipByValue)
         or not rule.fixed
-        # Processes that have gradients of a DTensor wait for one that has none. No guard looks for
-        # the attribute of plain parameters, whose class is guarded anyway.
+        # A process without gradients takes part, too, if its parameters are DTensors. The class of
+        # plain parameters is guarded anyway, so that the attribute adds no guard for them.
         or any(type(p) not in WHOLE and hasattr(p, "_spec") for p in parameters)
         or any(type(grad) not in WHOLE for grad in names)
     ):
-        # Nothing was refused before: the call itself raises in all processes.
+        # The eager call does the checks, and raises on all processes.
         return break_graph(call, argument, rule, nonfinite=nonfinite, **options)  # type: ignore[no-any-return]
     if not names:
         return None if rule.clamps else torch.zeros((), dtype=torch.float32)
     numbers: Any = [getattr(rule, name) for name in rule.__match_args__]
-    # As in eager mode, gradients that have a derivative keep it.
+    # Gradients that require grad keep their graph, as in an eager call.
     with torch.no_grad():
         norm: Tensor = _clip_op([*names], "\n".join(names.values()), numbers, nonfinite)
     return None if rule.clamps else norm

@@ -1,6 +1,6 @@
-"""One call on one gradient list: measure, then write; or one of the two alone.
+"""Runs one call on a gradient list that has its plan: measures, asks for the limit, writes.
 
-The composition of the backends' verbs. Arguments are checked and the list has its plan.
+The functions here compose the verbs of the backends. Their arguments are checked already.
 """
 
 import math
@@ -40,11 +40,11 @@ class Outcome(NamedTuple):
     """The result of one clip.
 
     Attributes:
-        norm: before clipping: 0-d, or 1-d in order for a rule that is per gradient; None for a rule
-            that clamps.
+        norm: the norm before clipping, 0-d; 1-d in the order of the list for a rule that is per
+            gradient; None for a rule that clamps.
         by_group: the norm and the coefficient of each group, on the group's device. A coefficient
             may be a number.
-        limit: the rule's, a number or 0-d; NaN where each gradient has its own.
+        limit: the limit of the rule, a number or 0-d; NaN if each gradient has its own.
     """
 
     norm: Tensor | None
@@ -60,7 +60,7 @@ def clip_(
     *,
     remedy: str = REMEDY,
 ) -> Tensor | None:
-    """Clips a gradient list; returns its norm, None for a rule that clamps.
+    """Clips a gradient list; returns its norm, or None for a rule that clamps.
 
     `remedy` ends the message of nonfinite="error".
     """
@@ -69,7 +69,7 @@ def clip_(
         check(gradients, rule)
         is_empty = gradients.sources is not None and not gradients.sources
         if is_empty and isinstance(gradients.argument, GeneratorType):
-            # As torch says, which asks no other iterator.
+            # torch warns of empty generators, and of no other iterators.
             warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
         warn_if_no_parameters(gradients.sources or ())
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
@@ -85,24 +85,24 @@ def clip_(
         verify.agree_on(gradients, "clip", rule, grad_scale, nonfinite)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
-        # By value, an element counts as it came, before the loss scale is divided out.
+        # A policy of ClipByValue looks at the elements before the loss scale is divided out.
         norms = measure(
             gradients,
             spec or rule.norm,
-            # A loss scale that is NaN shows, though.
+            # This is 1, or NaN for a loss scale of 0, inf or NaN, which the policy has to see.
             grad_scale / grad_scale if rule.clamps else grad_scale,
             names_culprits=nonfinite == "error",
         )
         if nonfinite == "error":
             raise_if_nonfinite(norms, remedy, rule)
         if plan.reduction is not None and has_user_limit(rule):
-            # It may raise on one process alone.
+            # A user's limit may raise on one process alone.
             ask_limits([(rule, norms)])
         if nonfinite == "error" and (rule.per_unit or has_user_limit(rule)):
             limit_of(rule, norms)
             raise_if_unlimited(rule, norms, remedy)
     elif gradients.error is not None:
-        # No process waits for norms.
+        # Clamping measures no norms, so that no other process waits.
         raise gradients.error
     zero = nonfinite == "zero"
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=zero).norm
@@ -112,9 +112,9 @@ _clip_without_grad_ = without_grad(clip_)
 
 
 def _check(gradients: Gradients, rule: Rule) -> Norm:
-    """Refuses a list that a rule has no meaning for; the norm that other processes then wait for.
+    """Checks a list; an error of one over processes is kept until all of them know.
 
-    Where the rule has none, they wait for one of any order.
+    Returns the norm that the processes then measure together, of any order if the rule has none.
     """
     order = rule.norm_type
     spec = Norm(order if type(order) is float else 2.0, rule.per_gradient)
@@ -127,7 +127,7 @@ def _check(gradients: Gradients, rule: Rule) -> Norm:
 
 
 def no_norm(gradients: Gradients, *, per_gradient: bool) -> Tensor:
-    """The norm of an empty list, 0-d, or those of no gradients, 1-d."""
+    """The result for an empty list: a norm of 0, 0-d, or no norms, 1-d."""
     shape = 0 if per_gradient else ()
     return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
 
@@ -137,7 +137,7 @@ def _clip_only_group_(
 ) -> Tensor | None:
     """Clips a list of one group by a limit that is known before the norm is measured.
 
-    Small lists take up to a quarter less time than by `measure` and `write_`, which serve all.
+    Small lists take up to a quarter less time here than with `measure` and `write_`.
     """
     if rule.per_unit:
         (batch,) = units.batches_of(gradients)
@@ -164,30 +164,30 @@ def write_(
     *,
     zero_nonfinite: bool,
 ) -> Outcome:
-    """Clips a measured list, once; it is not empty, and the rule has a meaning for it.
+    """Clips a list that is measured and checked, and not empty; to be called once.
 
-    A rule that clamps needs norms only for `zero_nonfinite`, which writes zeros everywhere where a
-    norm is not finite.
+    `zero_nonfinite` writes zeros to all gradients if a norm is not finite. A rule that clamps needs
+    norms for this alone.
     """
     plan = gradients.plan
     assert plan is not None
     reference = verify.Reference(gradients) if plan.verifying else None
     if rule.clamps:
-        # Every step that may fail, such as an upload of addresses, comes before the first write.
+        # All groups are bound before the first write, because an upload of addresses may fail.
         for group, batch in zip(plan.groups, gradients.batches(), strict=True):
             low, high = rule.bounds[group.dtype]
             batch.clamp_(low, high, grad_scale)
         outcome = Outcome(None, ())
         if zero_nonfinite:
-            # After clamping, as the bounds may exclude 0. Clamping has divided out the loss scale:
-            # 1 is left of it, or NaN.
+            # Zeros come after clamping, as the bounds may exclude 0. Clamping has divided out the
+            # loss scale, so that these norms carry 1 in its place, or NaN.
             assert norms is not None
             _scale_groups_(rule, norms, norms.grad_scale, zero_nonfinite=True)
     else:
         assert norms is not None
         outcome = _scale_groups_(rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
-        # Nothing was written where all factors are the number 1.
+        # The backends write nothing where all factors are the number 1.
         factors = [grad_scale, *(coefficient for _, coefficient in outcome.by_group)]
         wrote = rule.clamps or any(isinstance(f, Tensor) or f != 1 for f in factors)
         gradients.finish_writing(wrote=wrote)
@@ -197,7 +197,7 @@ def write_(
             own = None
             if norms is not None:
                 own = measure(twin, rule.norm, norms.grad_scale)
-                # The user's code is asked once.
+                # The user's limit is not computed twice: it may have side effects.
                 own.limit = norms.limit if has_user_limit(rule) else None
             return write_(twin, rule, own, grad_scale, zero_nonfinite=zero_nonfinite).norm
 
@@ -208,15 +208,15 @@ def write_(
 def _scale_groups_(
     rule: Rule, norms: Norms, grad_scale: float | Tensor, *, zero_nonfinite: bool
 ) -> Outcome:
-    """Scales every group of a measured list; arguments as for `write_`."""
+    """Scales every group of a measured list, with the arguments of `write_`."""
     plan, known = norms.plan, rule.known_limit
     is_known = type(known) is float and not (zero_nonfinite and rule.per_unit)
     limit: Limit = known if is_known else limit_of(rule, norms)
     if zero_nonfinite and isinstance(limit, Tensor):
-        # The coefficient is then 0.
+        # A NaN becomes the limit 0, and with it the coefficient 0.
         limit = torch.where(limit >= 0, limit, 0.0)
     clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite, norms.of)
-    # One gradient's norm decides for all: every norm is known before the first write.
+    # One norm that is not finite erases all gradients, so all norms come before the first write.
     finite = norms.is_finite() if zero_nonfinite and norms.of != "all" else None
     results: list[tuple[Tensor, float | Tensor]] = []
     for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
@@ -231,7 +231,7 @@ def _scale_groups_(
     if norms.of == "all":
         norm = results[0][0]
     else:
-        # Norms of shards are reduced already.
+        # Norms over processes were reduced before.
         found = [one for one, _ in results]
         norm = norms.in_order(found) if norms.reduced is None else norms.norm_here()
     norm = norm if norm.device == plan.device else norm.to(plan.device)
@@ -248,7 +248,7 @@ def measured_norm(
     call: str = "get_total_norm",
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """The norm of a gradient list, 0-d, or that of each gradient, 1-d; `call` is the user's."""
+    """Measures the norm of a list, 0-d, or of each gradient, 1-d; `call` names the user's call."""
     plan = gradients.plan
     if plan is None:
         return no_norm(gradients, per_gradient=norm.each)
@@ -268,10 +268,10 @@ def measured_norm(
 
 @without_grad
 def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
-    """Scales a gradient list by the coefficient of a norm that is given, one element on any device.
+    """Scales a gradient list by the coefficient of a given norm, one element on any device.
 
-    The rule is of norm type inf: the given norm is the only partial norm, and the inf-norm of one
-    number is that number.
+    The rule has the norm type inf: the given norm serves as the only partial norm, and the inf-norm
+    of one number is that number.
     """
     plan = gradients.plan
     if plan is None:
@@ -279,14 +279,14 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if plan.verifying:
         verify.agree_on(gradients, "clip_grads_with_norm_", rule, total_norm=norm)
     if gradients.error is not None:
-        # No process waits for norms.
+        # Nothing is measured here, so that no other process waits.
         raise gradients.error
     if not plan.groups:
         return
     refuse_read_only(gradients)
     reference = verify.Reference(gradients) if plan.verifying else None
     given = norm.detach().abs().reshape(1)
-    # An upload need not be waited for; a download must be.
+    # The host must not wait for an upload, but has to wait for a download.
     uploaded = given.device.type == "cpu"
     partials = [
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
@@ -300,9 +300,9 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
 
 
 def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
-    """Asks for limits before the first write; all raise where one process has no valid limit.
+    """Asks the rules for their limits; if one raises on one process, all processes raise.
 
-    On an accelerator, all have the limit NaN where one has it.
+    On an accelerator, a limit that is NaN on one process becomes NaN on all.
     """
     error: Exception | None = None
     for rule, norms in measured:
@@ -318,7 +318,7 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
     for _, norms in measured:
         if isinstance(norms.limit, Tensor):
             flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
-    # Where none has an error, each process sends two numbers.
+    # Unless there is an error, two numbers are all that a process sends.
     failed, unlimited = all_reduce(flags, domain.groups, largest=True).tolist()
     if failed:
         agree({}, error, domain)
@@ -327,15 +327,16 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
 
 
 def limit_of(rule: Rule, norms: Norms) -> Limit:
-    """A rule's limit for norms, asked for once.
+    """The limit of a rule for these norms; the rule is asked once.
 
-    A number or a 0-d tensor; or a list or contiguous 1-d tensor of limits, one for each gradient
-    that this process has. They are 0 or more, or NaN where a norm is not finite. Limits on a device
-    are not read: there any other of a user's rule becomes NaN, and norms are not finite then.
+    It is a number or a 0-d tensor; or a list or a contiguous 1-d tensor with the limit of each
+    gradient on this process. Limits are 0 or more, or NaN where a norm is not finite. On a device
+    the host does not read them: there, an invalid limit of a user's rule becomes NaN, and
+    `Norms.is_finite` is false.
     """
     if norms.limit is None:
         limit = rule.limit(norms)
-        # Users write rules too. No comparison holds for NaN.
+        # Users write rules, too; the comparison is false for NaN.
         if type(limit) is not float or not limit >= 0:
             limit = _checked_limit(rule, limit, norms)
         norms.limit = limit
@@ -372,7 +373,7 @@ def _checked_limit(rule: Rule, limit: Any, norms: Norms) -> Limit:
     limit = limit.detach()
     if not bool((limit >= 0).all()) if is_read else has_user_limit(rule):
         norm = norms.norm().to(limit.device)
-        # Nothing is clipped of a norm of 0, and quotients are NaN there.
+        # A rule may divide by a norm of 0, where nothing is clipped.
         spared = torch.where(norm == 0, 0.0, math.nan)
         fits = limit >= 0
         if is_read:
@@ -393,7 +394,7 @@ def _is_each(limit: Limit) -> bool:
 
 
 def _limit_of_group(limit: Limit, indices: Sequence[int] | None) -> Limit:
-    """The limits of a group, where there is one for each gradient."""
+    """The limits of a group's gradients; a limit for all of them stays."""
     if indices is None or not _is_each(limit):
         return limit
     if isinstance(limit, list):

@@ -1,7 +1,7 @@
-"""Calls at which torch.compile breaks the graph: all but those that one operator serves.
+"""Breaks the graph of torch.compile at calls that the custom operator does not serve.
 
-Imported only while it traces, because `torch.compiler.disable` imports the compiler, and that
-triton.
+This module is imported only while a graph is traced: `torch.compiler.disable` imports the compiler,
+which imports triton.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 from tritonclip.modes import refuse_tracer
 
-# Shown by fullgraph=True.
+# The text that fullgraph=True shows.
 _REASON = (
     "a graph takes tritonclip's clip_, clip_grad_norm_ and clip_grad_value_ by global norm or by "
     "value, with limits that are numbers, of plain gradients, and without grad_scale, state or "
@@ -23,6 +23,6 @@ _REASON = (
 
 @partial(torch.compiler.disable, reason=_REASON)
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls a function of the user's once more, eagerly."""
+    """Makes the user's call again, eagerly."""
     refuse_tracer()
     return function(*arguments, **options)

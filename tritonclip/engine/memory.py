@@ -1,4 +1,4 @@
-"""The memory of gradients: whether there is any, whose it is, and whether two share it."""
+"""The memory of gradients: whether it is there, and whether two gradients share it."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from tritonclip.backends.native import loops
 
-# A view into a freed buffer has its offset in place of an address. No buffer is as large as this,
-# and most systems give no memory below it.
+# In a freed storage, `data_ptr` is the offset of a view. No buffer is as large as this number, and
+# most systems give no memory below it, so that it separates offsets from addresses.
 OFFSETS = 1 << 40
 
 
 class OverlapError(ValueError):
-    """Tensors overlap in memory, so that they cannot be written."""
+    """Tensors overlap in memory, so that they cannot be written in place."""
 
 
 class Region(NamedTuple):
     """The bytes of a strided tensor.
 
     Attributes:
-        device: that the address belongs to.
-        start: address of the first byte.
-        runs: (stride, size) pairs, strides ascending, of which the first is a run of adjacent
-            bytes, and the only one where there are no gaps. As few as possible, so that tensors
-            with the same bytes have the same runs.
+        device: the device of the tensor.
+        start: the address of the first byte.
+        runs: (stride, size) pairs with ascending strides. The first pair is a run of adjacent
+            bytes; it is the only one if the tensor has no gaps. Pairs are merged where possible, so
+            that tensors with the same bytes have the same runs.
     """
 
     device: torch.device
@@ -41,7 +41,7 @@ class Region(NamedTuple):
 
 
 def memory_of(grad: Tensor) -> Region | None:
-    """The bytes that a gradient is clipped in; None where it has none, or none that are known."""
+    """The bytes that clipping writes; None if the gradient has none, or none that are known."""
     if grad.layout == torch.sparse_coo:
         if not grad.is_coalesced():
             return None
@@ -56,7 +56,7 @@ def memory_of(grad: Tensor) -> Region | None:
 
 
 def flat_size(grad: Tensor) -> int | None:
-    """Elements of a gradient dense in any order of its dimensions, as channels_last is; or None."""
+    """The number of elements of a tensor that is dense, channels_last included, else None."""
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     return grad.numel() if grad.permute(order).is_contiguous() else None
 
@@ -64,14 +64,14 @@ def flat_size(grad: Tensor) -> int | None:
 def apart_in_python(addresses: list[int], spans: list[int]) -> bool:
     """Whether no two tensors share a byte, given their addresses and the bytes that they span.
 
-    Those without bytes may lie anywhere.
+    Tensors without bytes may lie anywhere.
     """
-    # So it is exactly where every end, in order, comes before the start that follows.
+    # No two overlap if and only if each end, in order, lies before the next start.
     ends = sorted(map(add, addresses, spans))
     return not any(map(gt, ends, sorted(addresses)[1:]))
 
 
-# Calls whose gradients moved pass here.
+# A call passes here whenever its gradients have moved.
 are_apart: Callable[[list[int], list[int]], bool] = (
     apart_in_python if loops is None else loops.are_apart
 )
@@ -84,15 +84,15 @@ def is_freed(tensor: Tensor, address: int) -> bool:
     try:
         return tensor.untyped_storage().data_ptr() == 0
     except RuntimeError:
-        # The storage of PyTorch's zero tensors.
+        # PyTorch's zero tensors have a storage that cannot be read.
         return True
 
 
 def find_overlap(regions: Sequence[Region | None]) -> tuple[int, int] | None:
-    """The indices of two regions that are the same, or of which neither has gaps and they overlap.
+    """The indices of two regions that are equal, or that overlap and have no gaps.
 
-    Others that overlap may be written: those with gaps from copies, so that no element is scaled
-    twice.
+    Overlap with a region that has gaps is allowed: such gradients are clipped in a copy, so that no
+    element is scaled twice.
     """
     seen: dict[Region, int] = {}
     for index, region in enumerate(regions):

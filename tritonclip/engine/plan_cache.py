@@ -1,12 +1,12 @@
-"""Finds the plan of a gradient list that is like an earlier one.
+"""Finds the plan of a gradient list of the same form as an earlier one.
 
-A plan serves lists of one form: as many gradients, alike in type, dtype, device, shape, strides,
-layout and flags. torch.compile's guards compare all of that in one C++ call and keep no tensor
-alive. They are no public part of PyTorch: where they are missing, a comparison in plain Python
-takes their place.
+Two lists have the same form if their gradients agree, one by one, in type, dtype, device, shape,
+strides, layout and flags. The guards of torch.compile compare all of this in one C++ call and keep
+no tensor alive. They are not a public part of PyTorch: where they are missing, a comparison in
+plain Python takes their place.
 
-Threads share plans, and a signal handler or a forked process may find them, so nothing here takes a
-lock: every change is one operation on a dict or a list.
+Threads share plans, and signal handlers and forked processes may use them as well. Nothing here
+takes a lock, therefore: every change is one operation on a dict or a list.
 """
 
 from collections import OrderedDict
@@ -29,8 +29,8 @@ try:
 except (ImportError, AttributeError):
     TensorGuards = None
 
-# Plans of a cache, and bytes of all of them: those not used for longest are dropped first. The last
-# one stays, whatever its size.
+# The most plans of a cache, and the most bytes of all of them. The least recently used plans are
+# dropped first, and the last one stays whatever its size.
 CAPACITY = 32
 BUDGET = 32 * 2**20
 
@@ -45,7 +45,7 @@ class PlainGuards:
         self._forms = list(map(_form, grads))
 
     def check(self, *grads: Tensor) -> bool:
-        """Whether these gradients are of the form of the first, and each is another one."""
+        """Whether these gradients have the same form as the first ones, and none comes twice."""
         return len(set(map(id, grads))) == len(self._forms) and all(
             _form(grad) == expected for grad, expected in zip(grads, self._forms, strict=True)
         )
@@ -59,13 +59,14 @@ def _form(grad: Tensor) -> tuple[object, ...]:
 
 
 class PlanCache:
-    """The plans of the last gradient lists."""
+    """The plans of the most recent gradient lists."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # The plan found or kept last, its length and settings, whether its first gradient was made
-        # in inference mode, and its sharding: most lists are that of the call before.
+        # The plan found or kept last, as most calls repeat the list of the call before; with the
+        # length of its list, the settings, whether its first gradient was made in inference mode,
+        # and its sharding.
         self._last: tuple[Plan, tuple[int, Settings, bool, Sharding | None]] | None = None
 
     def __len__(self) -> int:
@@ -78,13 +79,12 @@ class PlanCache:
         setting: Settings,
         sharding: Sharding | None = None,
     ) -> Plan | None:
-        """The plan for distinct gradients of a known form, at least one; None for others."""
+        """The plan of a list of distinct gradients, at least one; None if its form is new."""
         # The guards crash on nested tensors.
         if any(map(_get_is_nested, grads)):
             return None
-        # The guards compare dispatch keys too. Inside an operator of torch.library.custom_op, as
-        # users write them, every tensor has the key of inference tensors, so the first one stands
-        # for the list.
+        # The guards compare dispatch keys, too. In a user's torch.library.custom_op every tensor
+        # has the key of inference tensors, so that the first one stands for all.
         inference, last = grads[0].is_inference(), self._last
         quick_key = len(grads), setting, inference, sharding
         plan = last[0] if last is not None and last[1] == quick_key else None
@@ -93,13 +93,13 @@ class PlanCache:
             plan = self._plans.get(key)
             if plan is None or not plan.guards.check(*grads):
                 return None
-            # Now the last one to be dropped.
+            # It becomes the most recently used plan.
             self._plans.pop(key, None)
             self._plans[key] = plan
         if addresses != plan.addresses and not _accepts(plan, grads, addresses):
             return None
         if last is None or sharding is not None:
-            # The sharding is recognised by identity from now on.
+            # From now on, this very sharding is recognised by identity.
             self._last = plan, quick_key
         return plan
 
@@ -138,15 +138,15 @@ class PlanCache:
 def _key(
     grads: list[Tensor], inference: bool, setting: Settings, sharding: Sharding | None
 ) -> tuple[object, ...]:
-    """Cheap; the guards then verify the match."""
+    """A cheap key, after which the guards verify the match."""
     first = grads[0]
     sizes = first.numel(), grads[-1].numel()
     return len(grads), first.dtype, first.device, *sizes, inference, setting, sharding
 
 
 def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
-    """Whether a plan may serve gradients at new addresses, which it then remembers."""
-    # Empty gradients, and those freed, have no address.
+    """Whether a plan may serve gradients at new addresses; it then remembers these."""
+    # Low addresses are those of empty gradients, and of freed ones.
     if min(addresses) < OFFSETS and any(map(is_freed, grads, addresses)):
         return False
     if not are_apart(addresses, plan.spans):
@@ -156,10 +156,10 @@ def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
 
 
 def guards_of(grads: Sequence[Tensor]) -> Any:
-    """Guards that compare the form of a list, of which none is nested."""
+    """Guards that compare the form of lists with this one, which has no nested tensor."""
     if TensorGuards is None:
         return PlainGuards(*grads)
-    # With no dynamic sizes named, every size and stride is compared.
+    # Without dynamic sizes, the guards compare every size and stride.
     return TensorGuards(*grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 

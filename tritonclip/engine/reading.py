@@ -1,8 +1,8 @@
 """How the verbs of a backend read a gradient: as it is, by a view, or from a copy.
 
-Copies are of gradients that no backend reads in their memory: sparse ones that are not coalesced,
-those with gaps between their elements, and lazily negated ones. A copy lives as long as the call,
-and is written back.
+No backend reads sparse gradients that are not coalesced, gradients with gaps between their
+elements, or lazily negated ones in their memory. Verbs work on a copy of these, which lives as long
+as the call and is written back.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from tritonclip.modes import without_grad
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a dense gradient is read by verbs, where not in its shape.
+    """How verbs read a dense gradient, if not in its own shape.
 
     Attributes:
-        index: of the gradient in the list.
-        pairs: a complex gradient is read as pairs of reals.
-        size: elements of a flat view, for a gradient dense in another order of its dimensions
-            whose verbs want it contiguous; None to keep the shape.
+        index: the index of the gradient in the list.
+        pairs: whether a complex gradient is read as pairs of reals.
+        size: the number of elements of a flat view, for a gradient that is dense in another order
+            of its dimensions and has to be contiguous; None to keep the shape.
     """
 
     index: int
@@ -37,7 +37,7 @@ class View:
 
 
 def view_of(index: int, grad: Tensor) -> View | None:
-    """How verbs read a dense gradient; None for as it is."""
+    """The view by which verbs read a dense gradient; None if they read it as it is."""
     pairs = grad.is_complex()
     real = View(index, pairs, None).of(grad)
     size = None if real.is_contiguous() else flat_size(real)
@@ -45,7 +45,7 @@ def view_of(index: int, grad: Tensor) -> View | None:
 
 
 def needs_copy(grad: Tensor) -> bool:
-    """Whether a gradient is read from a copy."""
+    """Whether verbs read a gradient from a copy."""
     if grad.layout == torch.sparse_coo:
         return not grad.is_coalesced() or needs_copy(grad._values())
     return grad.is_neg() or (not grad.is_contiguous() and flat_size(grad) is None)
@@ -53,7 +53,7 @@ def needs_copy(grad: Tensor) -> bool:
 
 @without_grad
 def copy_of(grad: Tensor) -> Tensor:
-    """A dense copy of a gradient, of its layout: sparse gradients are coalesced."""
+    """A dense copy of a strided gradient, or a coalesced copy of a sparse one."""
     if grad.layout == torch.sparse_coo:
         if not grad.is_coalesced():
             return grad.coalesce()
@@ -70,7 +70,7 @@ def copy_of(grad: Tensor) -> Tensor:
 
 
 def write_back_(grad: Tensor, copy: Tensor) -> None:
-    """Writes a copy back."""
+    """Writes a copy back to its gradient."""
     if grad.layout == torch.sparse_coo and grad.is_coalesced():
         grad, copy = grad._values(), copy._values()
     grad.copy_(copy)

@@ -1,4 +1,4 @@
-"""Units of a call: the weights that they belong to for a rule by unit, or their norms alone."""
+"""Binds gradients by rows: together with their weights for a rule by unit, or alone."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,12 +14,12 @@ from tritonclip.engine.plan import Plan
 from tritonclip.engine.plan_cache import guards_of
 from tritonclip.modes import PLAIN, without_grad
 
-# Most that a gradient adds to its plan, beside its layout: four numbers, the guard of its weights.
+# The most bytes that a gradient adds to its plan beside its layout: numbers, guards of weights.
 ROW_BYTES = 512
 
 
 def batches_of(gradients: Gradients) -> list[Batch]:
-    """The gradients of a list with their weights, for a rule by unit: one batch a group.
+    """Binds the gradients of a list with their weights for a rule by unit: a batch for each group.
 
     TypeError for sparse gradients, and for weights that cannot be read; ValueError for weights of
     another shape than their gradient, or without memory.
@@ -39,10 +39,9 @@ def batches_of(gradients: Gradients) -> list[Batch]:
 
 
 def _bind(gradients: Gradients, plan: Plan, weights: Sequence[Tensor]) -> list[Batch]:
-    """The gradients of each group, and their weights if any, in the hands of its backend.
+    """Binds the gradients of each group, and their weights if any, to layouts by rows.
 
-    Layouts are made anew, and kept by a plan for several calls, where they were made for weights of
-    another form, or for none.
+    The plan keeps the layouts. They are made again where the weights have another form than before.
     """
     grads, at, addresses = (
         gradients.dense(),
@@ -50,7 +49,7 @@ def _bind(gradients: Gradients, plan: Plan, weights: Sequence[Tensor]) -> list[B
         list(map(Tensor.data_ptr, weights)),
     )
     guards, layouts = plan.rows or (None, None)
-    # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
+    # A nested parameter would have a nested gradient, so that the guards meet no nested weights.
     if not (guards.check(*weights) if guards and weights else not guards and not weights):
         layouts = None
     if weights and (layouts is None or min(addresses) < OFFSETS):
@@ -79,9 +78,9 @@ def _bind(gradients: Gradients, plan: Plan, weights: Sequence[Tensor]) -> list[B
 
 @without_grad
 def norms_by_unit(gradients: Gradients) -> list[Tensor]:
-    """The 2-norm of each slice along the first dimension, 1-d in the wide dtype, for each gradient.
+    """The 2-norms of slices along the first dimension: for each gradient 1-d, in the wide dtype.
 
-    Gradients have two dimensions or more; no parameters are asked for.
+    Gradients have two dimensions or more. Weights are not read.
     """
     plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
@@ -91,20 +90,20 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
         of_rows = batch.norm(2.0, "rows")[0].split(batch.sizes)
         for i, own in zip(indices, of_rows, strict=True):
             n = count_rows(grads[i])
-            # Kernels have a norm for each chunk of a long row.
+            # Kernels return a norm for each chunk of a long row.
             norms[i] = own if len(own) == n else norms_of_rows(own.view(n, -1), own.dtype)
     return [norms[i] for i in range(len(norms))]
 
 
 def weight_of(parameter: Tensor) -> Tensor:
-    """A parameter, or the local tensor of a DTensor."""
+    """The parameter itself, or the local tensor of a DTensor."""
     return parameter if type(parameter) in PLAIN else getattr(parameter, "_local_tensor", parameter)
 
 
 def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:
     for index, (grad, weight) in enumerate(zip(gradients.tensors, weights, strict=True)):
         freed = weight.data_ptr() < OFFSETS and is_freed(weight, weight.data_ptr())
-        # A wrapper subclass has no memory, whether torch.compile knows how to open it or not.
+        # A wrapper subclass has no memory of its own, or `__tensor_flatten__` says that it is one.
         if type(weight) not in PLAIN and (freed or hasattr(weight, "__tensor_flatten__")):
             raise TypeError(
                 f"the parameter {gradients.label(index)} is a {type(weight).__name__}, a tensor "
