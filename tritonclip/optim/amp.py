@@ -1,7 +1,7 @@
 """Mixed precision: torch's protocol between a GradScaler and an optimizer.
 
-A scaler hands loss scale and overflow to the `step` of an optimizer that takes them, as the fused
-ones of torch do. Towards a scaler a ClippedOptimizer is one that takes them.
+A scaler sets loss scale and overflow as attributes of an optimizer whose `step` takes them, such as
+torch's fused ones. A ClippedOptimizer takes them if the wrapped optimizer does, or from our scaler.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tritonclip.rules.arguments import as_grad_scale
 class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls.
 
-    `found_inf` is 0-d during the step of a GradScaler, which sets it; False where it is known that
-    no gradient overflows.
+    During the step of a GradScaler, `found_inf` is the 0-d tensor that the scaler sets, or False
+    while no overflow is set or after the host has ruled one out.
     """
 
     stats: ClipStats
     _prepare: Callable[..., Step]
     _measure: Callable[..., Step]
     _measure_without_grad: Callable[..., Step]
-    # What a scaler hands over for one step, loss scale and overflow; shallow copies share it.
+    # Loss scale and overflow, which a scaler hands over for one step; shallow copies share them.
     _handed: SimpleNamespace
-    # In a step of our GradScaler; and the step to come, which it had measured, or had judged.
+    # Whether our GradScaler is stepping, and the next step if it was measured or judged already.
     _is_under_ours = False
     _measured: Step | None = None
 
@@ -46,7 +46,7 @@ class ScalerSide(OptimizerProxy):
 
         For a loss scale of your own, call `step(grad_scale=scale)`.
         """
-        # A scaler multiplies its own by it.
+        # A scaler would multiply its scale by one that was set by hand.
         self._refuse_set_by_hand()
         if self._handed.scale is None:
             raise AttributeError("grad_scale: no loss scale is set")
@@ -62,7 +62,7 @@ class ScalerSide(OptimizerProxy):
 
     @property
     def found_inf(self) -> Any:
-        """Whether gradients overflow, as a GradScaler says during its step; None without one."""
+        """Whether gradients overflow, set by a GradScaler during its step; None otherwise."""
         return self._handed.found_inf
 
     @found_inf.setter
@@ -78,7 +78,7 @@ class ScalerSide(OptimizerProxy):
         self._handed.scale = self._handed.found_inf = None
 
     def _refuse_set_by_hand(self) -> None:
-        """RuntimeError where no scaler has set the loss scale, which it sets with `found_inf`."""
+        """Raises RuntimeError for a loss scale without `found_inf`, as a scaler sets both."""
         scale = self._handed.scale
         if scale is not None and self.found_inf is None:
             self._take_back()
@@ -90,13 +90,13 @@ class ScalerSide(OptimizerProxy):
 
     @torch.compiler.disable
     def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
-        """The loss scale of this step: that of a scaler, or the argument of `step`; not both."""
+        """Returns the loss scale of this step: a scaler's or the argument, and refuses both."""
         try:
             self._refuse_set_by_hand()
             if grad_scale is None:
                 scale: Tensor | float | None = self._handed.scale
                 return scale
-            # Of a step that was judged, the overflow is no tensor any more.
+            # If the step was judged already, `found_inf` is False and no longer a tensor.
             is_judged = self._measured is not None
             if is_judged or self._handed.scale is not None or isinstance(self.found_inf, Tensor):
                 raise RuntimeError(
@@ -107,32 +107,32 @@ class ScalerSide(OptimizerProxy):
             return as_grad_scale(grad_scale)
         except (TypeError, ValueError, RuntimeError) as error:
             if closure is None:
-                # For other processes, which measure under a scale.
+                # Other processes measure under a scale, and get the error by this measurement.
                 self._measure_without_grad(1.0, refusal=error)
             raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands scale and overflow to `step`; asked where a step begins."""
+        """Whether `step` takes scale and overflow; a GradScaler asks at the start of its step."""
         self._measured = None
-        # Its step, which asks, hands over no scaler.
+        # The scaler does not pass itself, so we take it from its frame.
         share_state_(sys._getframe(1).f_locals.get("self"), self)
         self._refuse_set_by_hand()
         self._take_back()
         inner = self.optimizer
         takes = takes_found_inf(inner) if self._is_under_ours else takes_scaling(inner)
         if takes:
-            # What is set now is not set by hand, even if an interrupt comes before the overflow.
+            # Marks the scale as a scaler's, even if an interrupt comes before it sets `found_inf`.
             self.found_inf = False
         return takes
 
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's."""
+        """Calls `step`, unless the host leaves the step out, as torch's GradScaler does."""
         self._handed.found_inf, self._handed.scale = found_inf, scale
         try:
-            # `step` refuses a closure, and a second loss scale.
+            # Any argument is a closure or a second loss scale, which `step` refuses.
             if all(argument is None for argument in (*args, *kwargs.values())):
                 self._measured = step = self._prepare(scale, is_judged_only=True)
                 if step.verdict.left_out is True:
@@ -147,7 +147,7 @@ class ScalerSide(OptimizerProxy):
     @torch.compiler.disable
     @without_grad
     def _measure_scaled(self, scale: Tensor) -> Tensor:
-        """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1."""
+        """Measures the next step; returns its overflow as a 0-d float32 tensor, 0 or 1."""
         self._measured = step = self._measure(scale, check_finite=True)
         nonfinite = step.nonfinite()
         if isinstance(nonfinite, Tensor):
@@ -156,7 +156,7 @@ class ScalerSide(OptimizerProxy):
 
 
 def share_state_(scaler: object, wrapper: ScalerSide) -> None:
-    """Gives an optimizer and its wrappers one state in a GradScaler, which knows ids."""
+    """Gives an optimizer and its wrappers one state in a GradScaler, which keeps states by id."""
     states = vars(scaler).get("_per_optimizer_states") if isinstance(scaler, GradScaler) else None
     if states is None:
         return
@@ -165,7 +165,7 @@ def share_state_(scaler: object, wrapper: ScalerSide) -> None:
         if (other := states[id(one)]) is own:
             continue
         called = "step" if other["stage"] is OptState.STEPPED else "unscale_"
-        # Both were unscaled, and have the same gradients.
+        # `unscale_` ran for both, and they share their gradients.
         is_divided_twice = other["stage"] is own["stage"] is OptState.UNSCALED
         if called == "step" or is_divided_twice:
             raise RuntimeError(

@@ -1,10 +1,10 @@
-"""The part of a checkpoint that a wrapper adds, and the rules of groups, which it leaves out.
+"""The part that a wrapper adds to a checkpoint, and the rules of groups, which are left out.
 
-Savers such as `torch.distributed.checkpoint` carry the state and the groups of an optimizer, and
-nothing beside them; flattened, only entries of which it has the names while it loads, and with a
-copy of each group's keys for each of its parameters. So a few numbers are in the groups, under the
-key `tritonclip`, as bytes in a checkpoint, else None; many, such as a row for each parameter, are
-tensors in the state of one parameter of a checkpoint, its holder, and never in the optimizer's.
+Savers such as `torch.distributed.checkpoint` carry only the state and groups of an optimizer. If
+they flatten these, they load only entries that the optimizer already has, and copy each group's
+keys for every parameter. So a few numbers stand in the groups under the key `tritonclip`: bytes in
+a checkpoint, None in the optimizer. Many numbers, such as a row for each parameter, are tensors in
+the state of one parameter, the holder: in checkpoints only, never in the optimizer's own state.
 """
 
 import json
@@ -24,28 +24,28 @@ from tritonclip.rules.arguments import saved_count
 from tritonclip.rules.rule import RULE_CLASSES
 from tritonclip.rules.state import dtype_on
 
-# The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
+# The key of the wrapper's part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 _LEFT_OUT = ("clip", STATS_KEY)
-# In place of numbers that the holder has, under this prefix and the name of their rule.
+# Stands for numbers in the holder's state, where their name is the prefix and that of their rule.
 IN_STATE = "in state"
 _PREFIX = f"{STATS_KEY}_"
-# Copies share an optimizer.
+# The wrappers of each optimizer; shallow copies of a wrapper share one.
 WRAPPERS: WeakKeyDictionary[Optimizer, WeakSet[Any]] = WeakKeyDictionary()
-# In place of rules, also of those that the program which loads may have: torch asks for its keys.
+# Stands for a rule in every saved group: torch asks for each key that the loading program has.
 _NOT_SAVED = "not saved"
 
 
 def mark_(groups: Groups) -> None:
-    """Gives groups of a wrapped optimizer the key that a saver has to carry."""
+    """Adds the key that savers carry to the groups of a wrapped optimizer."""
     for group in groups:
         group.setdefault(STATS_KEY, None)  # type: ignore[attr-defined]  # a dict
 
 
 def drop_loaded_(optimizer: Optimizer) -> None:
-    """Takes away what the bare optimizer got from a wrapper's checkpoint, but for its groups' key.
+    """Removes placeholders and numbers of rules, which a bare optimizer loaded from a checkpoint.
 
-    That is what stands for rules, and the numbers that rules remembered.
+    The key `tritonclip` of its groups stays.
     """
     for group in optimizer.param_groups:
         if group.get("clip") == _NOT_SAVED:
@@ -56,13 +56,13 @@ def drop_loaded_(optimizer: Optimizer) -> None:
 
 
 def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
-    """Whether a step without a graph, of an optimizer without state, is one that makes that state.
+    """Whether a step under no_grad, of an optimizer without state, may only make that state.
 
-    Rates and gradients are then 0; the norm says it of shards, which may be 0 on one process alone.
+    All rates and gradients are 0. A shard may be 0 on one process only, so the norm of all decides.
     """
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     rates = [group.get("lr", 0) for group in groups]
-    # torch makes its rates there. Any other would be waited for, also while a graph is captured.
+    # torch makes its rates on the default device. Reading another would wait, even in a capture.
     here = torch.get_default_device().type
     return (
         not any((isinstance(rate, Tensor) and rate.device.type != here) or rate for rate in rates)
@@ -72,12 +72,12 @@ def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
 
 
 def is_zero(number: Tensor) -> bool:
-    """Whether all elements are 0; waits for the device. Those on meta are nothing else."""
+    """Whether all elements are 0, which waits for the device; True for DTensors and on meta."""
     return number.is_meta or hasattr(number, "full_tensor") or not number.any()
 
 
 def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
+    """Removes the rules of groups: the program has them, and torch may refuse to load them."""
     groups = [
         {k: v for k, v in g.items() if k not in _LEFT_OUT} for g in state_dict["param_groups"]
     ]
@@ -85,24 +85,24 @@ def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the present rules of groups, and without numbers of rules in the state."""
+    """Puts the groups' present rules into a checkpoint, and drops rules' numbers from its state."""
     saved = without_rules(optimizer, state_dict)["param_groups"]
     state_dict = {**state_dict, "state": _split_state(state_dict["state"])[0]}
     present = [{k: g[k] for k in _LEFT_OUT if k in g} for g in optimizer.param_groups]
     groups = [{**g, **keys} for g, keys in zip(saved, present, strict=False)]
-    # Where the numbers differ, the optimizer has the message.
+    # If the numbers of groups differ, the optimizer raises.
     return {**state_dict, "param_groups": groups + saved[len(groups) :]}
 
 
 def begin_(optimizer: Optimizer, wrapper: object) -> None:
-    """Makes an optimizer ready for checkpoints of a wrapper, and of its own without rules.
+    """Prepares an optimizer for a wrapper's checkpoints, and for its own without rules.
 
-    It stays so until `end_`, or the end of the wrapper.
+    This lasts until `end_` or until the wrapper is garbage-collected.
     """
-    # First, so that the dead are no longer among the wrappers when it is called.
+    # Made first and so called last, when a dead wrapper has left WRAPPERS.
     finalize(wrapper, _end_of_dead, ref(optimizer)).atexit = False
     mark_(optimizer.param_groups)
-    # Trainers that save param groups by themselves, with rules among their keys, load weights only.
+    # Some trainers save param groups with their rules, and load them with weights_only=True.
     torch.serialization.add_safe_globals(RULE_CLASSES)
     if without_rules not in optimizer._optimizer_state_dict_post_hooks.values():
         optimizer.register_state_dict_post_hook(without_rules)
@@ -111,7 +111,7 @@ def begin_(optimizer: Optimizer, wrapper: object) -> None:
 
 
 def end_(optimizer: Optimizer, wrapper: object) -> None:
-    """Takes the keys and hooks away, unless another wrapper of the optimizer is left."""
+    """Removes keys and hooks, unless the optimizer has another wrapper."""
     wrappers = WRAPPERS.get(optimizer, WeakSet())
     wrappers.discard(wrapper)
     if wrappers:
@@ -127,10 +127,10 @@ def end_(optimizer: Optimizer, wrapper: object) -> None:
 
 
 def _end_of_dead(wrapped: ref[Optimizer]) -> None:
-    """Ends a wrapper that is gone, and is no longer known as one of its optimizer's."""
+    """Calls `end_` for a wrapper that was garbage-collected."""
     optimizer = wrapped()
     if optimizer is not None:
-        # In place of the wrapper something else that is none.
+        # The wrapper has left WRAPPERS already, so that any other object stands in for it.
         end_(optimizer, optimizer)
 
 
@@ -141,12 +141,12 @@ def holder_in(
     *,
     has_stepped: bool,
 ) -> Any:
-    """The key of the parameter in whose state a checkpoint has many numbers; None without one.
+    """Returns the key of the holder, in whose state a checkpoint has many numbers; None without.
 
-    It is one that has some, unless the optimizer `has_stepped` and keeps none: optimizers take a
-    parameter with an entry for one that they have met.
+    Optimizers take a parameter with an entry for one with its whole state, so the holder must have
+    state, unless the optimizer `has_stepped` and keeps none.
     """
-    # The state of the first FSDP is cut to shards.
+    # FSDP1 cuts the state of its parameters to shards.
     pairs = zip(keys, parameters, strict=False)
     trained = [key for key, p in pairs if p.requires_grad and not hasattr(p, FSDP_MARK)]
     holder = next((key for key in trained if state.get(key)), None)
@@ -158,7 +158,7 @@ def holder_in(
 def with_part(
     state_dict: dict[str, Any], part: dict[str, Any], groups: Groups, *, has_stepped: bool
 ) -> dict[str, Any]:
-    """A checkpoint with the wrapper's own part, as it is, in the groups, and in the state."""
+    """Adds the wrapper's part to a checkpoint: whole, as bytes in groups, as tensors in state."""
     state, memory = state_dict["state"], part.get("memory", {})
     part["has_state"] = torch.tensor(int(any(state.values())), device="cpu")
     parameters = [p for group in groups for p in group["params"]]
@@ -168,30 +168,30 @@ def with_part(
     if holder is not None:
         device = parameters[keys.index(holder)].device
         for saved in many.values():
-            # Where torch looks for all tensors of a whole state. The same object, saved once.
+            # torch expects all state there. `part` has the same tensor, which is saved once.
             if device.type != "meta":
                 saved["values"] = saved["values"].to(device, dtype_on(device))
         if not part["has_state"]:
-            # torch misses parameters without an entry where another has one.
+            # If one parameter has an entry, torch asks for one of every parameter.
             state = {key: {} for key in keys}
         names = {f"{_PREFIX}{owner}": saved["values"] for owner, saved in many.items()}
         state = {**state, holder: {**state[holder], **names}}
     small = {**part, "memory": dict(memory)}
     for owner, saved in many.items():
         if not saved["steps"]:
-            # Those with which the rule starts.
+            # The rule starts with these values, so the groups need none.
             small["memory"][owner] = {**saved, "values": None}
         elif holder is not None:
             small["memory"][owner] = {**saved, "values": IN_STATE}
-    # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
-    # The same objects in all groups, which pickle writes once.
+    # torch compares a group's values between its parameters: as bytes, a NaN equals itself.
+    # All groups have the same objects, which pickle writes once.
     added = {STATS_KEY: json.dumps(small, default=_as_numbers).encode(), "clip": _NOT_SAVED}
     saved_groups = [{**group, **added} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": saved_groups, STATS_KEY: part}
 
 
 def _as_numbers(tensor: Tensor) -> Any:
-    """A tensor as numbers, from which one that has them is made again."""
+    """Converts a tensor to numbers for JSON; NaN, or 0 for integers, stands for those on meta."""
     if tensor.is_meta:
         tensor = torch.zeros_like(tensor, device="cpu")
         tensor = tensor / 0 if tensor.is_floating_point() else tensor
@@ -199,9 +199,9 @@ def _as_numbers(tensor: Tensor) -> Any:
 
 
 def is_unflattening() -> bool:
-    """Whether torch's loader of flattened checkpoints reads the caller's state.
+    """Whether torch's loader of flattened checkpoints is reading the caller's property `state`.
 
-    Directly, or through an optimizer around this one.
+    It may read the property through other optimizers around this one.
     """
     frame = sys._getframe(2)
     for _ in range(4):
@@ -214,7 +214,7 @@ def is_unflattening() -> bool:
 def with_names(
     optimizer: Optimizer, owners: Iterable[str], *, has_stepped: bool
 ) -> MutableMapping[Any, Any]:
-    """The state of an optimizer, with the names that the numbers of `owners` have in the holder."""
+    """Returns an optimizer's state, where the holder has also the names of the owners' numbers."""
     state = optimizer.state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = dict.fromkeys([f"{_PREFIX}{owner}" for owner in owners])
@@ -225,7 +225,7 @@ def with_names(
 
 
 def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A checkpoint without the wrapper's own part, and this; empty where there is none."""
+    """Splits a checkpoint into the wrapped optimizer's and the wrapper's part, {} without one."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
     if not (isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
         raise ValueError(
@@ -246,25 +246,25 @@ def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _split_state(state: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """The state of a checkpoint without the numbers of rules, and these by the names of rules."""
+    """Splits the state of a checkpoint into the optimizer's and the numbers of rules, by name."""
     own, many = dict(state), dict[str, Any]()
     for key, entry in state.items():
         if names := _names_in(entry):
             own[key] = {name: value for name, value in entry.items() if name not in names}
             many |= {name.removeprefix(_PREFIX): entry[name] for name in names}
-    # All are empty where the optimizer keeps none.
+    # If the optimizer keeps no state, `with_part` had added empty entries.
     return own if not many or any(own.values()) else {}, many
 
 
 def _names_in(entry: Any) -> list[str]:
-    """The names of the numbers of rules in the state of a parameter."""
+    """Lists the names of rules' numbers in the state of a parameter."""
     if not isinstance(entry, dict):
         return []
     return [name for name in entry if isinstance(name, str) and name.startswith(_PREFIX)]
 
 
 def refuse_missing(what: str) -> NoReturn:
-    """ValueError for a checkpoint of which torch loaded a part."""
+    """Raises ValueError for a checkpoint that torch loaded only in part."""
     raise ValueError(
         f"the checkpoint was saved with {what}, and it is missing here. "
         "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
@@ -274,7 +274,7 @@ def refuse_missing(what: str) -> NoReturn:
 
 
 def _read(saved: Any, many: dict[str, Any]) -> Any:
-    """The wrapper's own part from a group, with the numbers that were in the state."""
+    """Reads the wrapper's part from a group's bytes, and puts in the numbers from the state."""
     try:
         part = json.loads(saved)
         for owner, state in part.get("memory", {}).items():
@@ -282,7 +282,7 @@ def _read(saved: Any, many: dict[str, Any]) -> Any:
                 state["values"] = many[owner]
         return part
     except Exception as error:
-        # Whatever damaged bytes raise.
+        # Damaged bytes may raise anything.
         raise ValueError(
             f"the entry {STATS_KEY!r} of a parameter group must be bytes that state_dict() "
             f"saved, got {saved!r:.40}, which cannot be read. Nothing was loaded"

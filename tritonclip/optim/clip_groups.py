@@ -1,9 +1,9 @@
-"""Clip groups: the gradients of an optimizer that share a rule, under one norm.
+"""Clip groups: the gradients of an optimizer that share a rule.
 
 A parameter group may carry a rule under the key `clip`. A `Grouping` divides the gradients of a
-step into clip groups: the parameter groups without the key are one, each of the others is one.
-`measure_requests` then finds all norms of the step, before the first gradient is written: over
-processes in one order everywhere, by an all-reduce each.
+step into clip groups: all parameter groups without the key form one, and each of the others forms
+another. `measure_requests` then measures all norms of the step before the first gradient is
+written. Over processes, each norm takes one all-reduce, in the same order on every process.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from tritonclip.rules import (
 )
 
 Groups = Sequence[Mapping[str, Any]]
-# Rules of parameter groups, by index: of those that have the key; None clips nothing.
+# The rules of parameter groups with the key, by the group's index; None clips nothing.
 OwnRules = Mapping[int, Rule | None]
 
-# Scales nothing but a loss scale; its norm is finite where every gradient is.
+# Applies a loss scale alone. Its inf-norm is finite exactly if every gradient is finite.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-# To write them: by a norm, one NaN would reach them all.
+# Writes gradients without a rule by value: by a norm, one NaN would reach all of them.
 UNBOUNDED = ClipByValue(math.inf)
 TWO_NORM, EACH_NORM = Norm(), Norm(each=True)
 
 
 def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
-    """ValueError for a group whose update is to be differentiated: clipping records no graph."""
+    """Raises ValueError for a group with differentiable=True, as clipping records no graph."""
     if group.get("differentiable"):
         raise ValueError(
             f"param_groups[{number}] has differentiable=True, and a gradient through the update "
@@ -61,11 +61,11 @@ def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
 
 
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
-    """The rule that a parameter group carries under `clip`; None leaves the group alone."""
+    """Returns the rule that a parameter group carries under `clip`; None leaves the group alone."""
     clip = group["clip"]
     try:
         if type(clip) in (float, int):
-            # Made once: steps read the rules of groups again.
+            # Made only once, because every step reads the rules of groups.
             made: Rule = known_rule(ClipByGlobalNorm, clip)
             return made
         return None if clip is None else as_rule("clip", clip)
@@ -79,7 +79,7 @@ def rules_of(groups: Groups) -> dict[int, Rule | None]:
 
 
 def key_of(group_index: int | None) -> str:
-    """The name of a group's rule, norms and state in checkpoints and records; None: all others'."""
+    """Names a group's rule, norms and state in checkpoints and records; None is the shared rule."""
     return "rule" if group_index is None else f"group{group_index}"
 
 
@@ -93,7 +93,7 @@ def label_of_member(groups: Groups, index: int, position: int) -> str:
 
 
 def label_at(groups: Groups, indices: Sequence[int], position: int) -> str:
-    """As `label_of_member`, by the position among the parameters of several groups."""
+    """Names a parameter in messages, by its position among the parameters of several groups."""
     for index in indices:
         n = len(groups[index]["params"])
         if position < n:
@@ -108,7 +108,7 @@ def grads_in(groups: Groups) -> list[Tensor]:
 
 
 def unclipped_in(groups: Groups, without_rule: Container[int] = ()) -> list[tuple[int, int]]:
-    """The parameters of groups `without_rule`, or with `need_clip = False`: (group, position)."""
+    """Lists parameters of groups `without_rule`, or with need_clip = False: (group, position)."""
     return [
         (number, position)
         for number, group in enumerate(groups)
@@ -122,10 +122,10 @@ class ClipGroup:
     """Gradients that share a rule, and their norms as far as they are measured.
 
     Attributes:
-        index: of the parameter group that carries the rule; None for the optimizer's.
-        unclipped: no rule holds for them.
-        norms: before clipping, as the rule measures them.
-        others: norms for other readers: the 2-norm, where `norms` are of another order; those of
+        index: the parameter group that carries the rule; None for the optimizer's rule.
+        unclipped: whether no rule holds for the gradients.
+        norms: the norms before clipping that the rule needs.
+        others: norms for other readers: the 2-norm if `norms` have another order, and the norm of
             each gradient.
     """
 
@@ -138,7 +138,7 @@ class ClipGroup:
 
     @property
     def is_spread(self) -> bool:
-        """Whether other processes have shards of the gradients, or may have."""
+        """Whether other processes have, or may have, shards of the gradients."""
         return self.gradients.is_spread
 
     @property
@@ -150,15 +150,15 @@ class ClipGroup:
 
     @property
     def has_norm(self) -> bool:
-        """Whether a rule holds for them that measures norms."""
+        """Whether the gradients have a rule that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
     def norm(self) -> float | Tensor:
-        """The norm of all before clipping; 0-d where the host does not decide."""
+        """Returns the norm of all gradients before clipping, 0-d where the host does not decide."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
 
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
-        """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
+        """Clips by the rule, once; returns the outcome, or None for a rule that clamps."""
         if self.gradients.plan is None:
             if self.rule.clamps:
                 return None
@@ -182,12 +182,12 @@ class ClipGroup:
 
 
 class Grouping:
-    """Divides the gradients of an optimizer into clip groups. `rule`: of groups without one."""
+    """Divides an optimizer's gradients into clip groups; `rule` is for groups that carry none."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
         self.rule, self.processes = rule, processes
         self.optimizer, self._plans = optimizer, PlanCache()
-        # As they were read last.
+        # The rules of groups, as they were read last.
         self._own_rules: OwnRules = rules_of(optimizer.param_groups)
 
     @property
@@ -201,7 +201,7 @@ class Grouping:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
+        """The device of the first parameter; CPU if there is none."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 device: torch.device = parameter.device
@@ -219,9 +219,9 @@ class Grouping:
         return names
 
     def rules(self, *, anew: bool = True) -> dict[str, Rule]:
-        """All rules of the program, by their keys in a checkpoint; read `anew`, or as last.
+        """Returns all rules by their keys in a checkpoint; if not `anew`, as they were read last.
 
-        Raises as `rules_of` does where it reads them.
+        Reading them raises as `rules_of` does.
         """
         if anew:
             self._own_rules = rules_of(self.groups)
@@ -229,16 +229,16 @@ class Grouping:
         return {key_of(None): self.rule, **own}
 
     def is_without_grads(self) -> bool:
-        """Whether no gradient is there, and no other process waits for the norm of its own."""
+        """Whether no gradient is here, and no other process waits for a norm."""
         parameters = self.parameters()
         spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)
 
     def divide(self, *, covers_all: bool) -> tuple[list[ClipGroup], Exception | None]:
-        """The clip groups: of the optimizer's rule, then of each group with a rule of its own.
+        """Returns the clip group of the optimizer's rule, then those of groups with a rule.
 
-        If it `covers_all`, gradients without a rule are the last. The error is that of a group
-        whose rule is none: rules are those of before, and the step has to be refused.
+        With `covers_all`, gradients without a rule form the last one. If a group's rule is
+        invalid, the error says so, rules are those read last, and the step must be refused.
         """
         groups, processes, refusal = self.optimizer.param_groups, self.processes, None
         if self._own_rules or True in ["clip" in group for group in groups]:
@@ -255,7 +255,7 @@ class Grouping:
         if own_rules:
             shared = [index for index in range(len(groups)) if index not in own_rules]
             lists = [(None, shared, self.rule)] if shared else []
-            # After a refusal, rules may be those of groups that are gone.
+            # After a refusal, rules may belong to groups that are gone.
             own = [(i, own_rules[i]) for i in range(len(groups)) if i in own_rules]
             lists += [(i, [i], rule) for i, rule in own if rule is not None]
         clip_groups = []
@@ -281,9 +281,9 @@ class Grouping:
     def _unclipped(
         self, members: Sequence[tuple[int, int]], processes: Processes | None
     ) -> list[ClipGroup]:
-        """The gradients that no rule holds for, as one clip group, if a process may have any."""
+        """Makes one clip group of gradients that no rule holds for, if a process may have any."""
         if not members and (processes is None or processes.group is None):
-            # Else other processes, which have other parameters, may have some of these.
+            # In a process group, others may have such parameters even if this process has none.
             return []
         groups = self.groups
         parameters = [groups[n]["params"][i] for n, i in members]
@@ -300,32 +300,32 @@ class Grouping:
 
 
 def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | None:
-    """The processes of lists that are clipped in one step, which all take or none takes."""
+    """Adds the meshes of all groups, so that all lists of a step reduce over one domain."""
     others = [p for group in groups for p in group["params"] if type(p) not in PLAIN]
     meshes = meshes_of(others) if others else ()
     return (processes or Processes())._replace(meshes=meshes) if meshes else processes
 
 
 class NormRequest(NamedTuple):
-    """A norm to be measured: of which clip group, and whether for its rule."""
+    """A norm of a clip group that is to be measured, for its rule or for another reader."""
 
     group: ClipGroup
     norm: Norm
     of_rule: bool = False
 
     def describe(self) -> str:
-        """Owner, reader and norm; they must agree in all processes."""
+        """Describes owner, norm and reader, which must agree in all processes."""
         what = "norms of each gradient" if self.norm.each else "the norm"
         reader = "for its rule" if self.of_rule else "beside its rule"
         return f"{self.group.owner}: {what} of order {self.norm.order}, {reader}"
 
 
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
-    """Measures norms; of gradients that a process refuses, those that other processes wait for."""
+    """Measures norms; of gradients that were refused, only those that other processes wait for."""
     for group, norm, of_rule in requests:
-        # By value, an element counts as it came, and a loss scale only where it is NaN.
+        # By value, elements are checked still scaled: the quotient is 1, or NaN if the scale is.
         scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
-        # The step raises errors of processes, also one that a measurement finds.
+        # `take_part` raises nothing for refused lists: the step raises their errors.
         norms = take_part(group.gradients, norm, scale)
         if norms is not None and of_rule:
             group.norms = norms
@@ -336,7 +336,7 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
 def global_norm_of(
     groups: Sequence[ClipGroup], grad_scale: float | Tensor
 ) -> tuple[float | Tensor, torch.dtype]:
-    """The 2-norm before clipping of all gradients under a rule, 0-d of a device; and its dtype."""
+    """Returns the 2-norm before clipping of all gradients under a rule, and its dtype."""
     clipped = [
         group for group in groups if not group.unclipped and group.gradients.plan is not None
     ]
@@ -354,7 +354,7 @@ def global_norm_of(
 
 
 def _norm_of_all(norms: Norms) -> float | Tensor:
-    """The norm of all gradients of a list; 0-d where the host does not decide."""
+    """Returns the norm of all gradients of a list, 0-d where the host does not decide."""
     numbers = norms.numbers()
     if isinstance(numbers, list):
         return combine_numbers(numbers, 2.0) if numbers else 0.0
@@ -364,7 +364,7 @@ def _norm_of_all(norms: Norms) -> float | Tensor:
 
 
 def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
-    """2-norms of a clip group, which are measured where they are not yet."""
+    """Returns the 2-norms of a clip group, and measures them if nobody has."""
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
@@ -374,6 +374,6 @@ def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
 
 
 def _norm_of(norms: Tensor) -> Tensor:
-    """The norm of all from 2-norms, in float64: none of them overflows."""
+    """Combines 2-norms to one in float64, where their squares do not overflow."""
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return norm

@@ -61,8 +61,8 @@ class ClippedOptimizer(ScalerSide):
     """Wraps an optimizer so that every `step` clips the gradients first, and counts clipped steps.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, state and defaults of the
-    optimizer that it wraps. Pass it to schedulers, GradScaler, checkpoints and trainers in place of
-    that one. Do not clip by other means as well.
+    optimizer that it wraps. Pass it to schedulers, GradScaler, checkpoints and trainers instead of
+    that optimizer. Do not clip by other means as well.
 
     Example:
         >>> import torch, tritonclip
@@ -78,8 +78,8 @@ class ClippedOptimizer(ScalerSide):
         >>> optimizer.stats.last_norm, optimizer.stats.clipped_steps
         (tensor(8.), tensor(2))
 
-    A parameter group may carry a rule under the key `clip`, and has then a norm of its own; None
-    clips nothing. Groups without the key share the wrapper's rule, under one norm. A parameter with
+    A parameter group may carry a rule under the key `clip`, and then has its own norm; None clips
+    nothing. Groups without the key share the wrapper's rule, under one norm. A parameter with
     `need_clip = False` is left out.
 
     Args:
@@ -99,16 +99,16 @@ class ClippedOptimizer(ScalerSide):
             GradScaler skips because of an overflow raises no error.
         skip_above: skips a step, as "skip" does, if the 2-norm of all clipped gradients, before
             clipping, is larger: a number, or :class:`Outlier` for a limit that follows the norms of
-            earlier steps, and their losses, if the attribute `loss` is set before each step. inf is
-            larger, NaN is not. None skips no step.
+            earlier steps, and their losses, if the attribute `loss` is set before each step. A norm
+            of inf is larger, NaN is not. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
             RuntimeError. None raises none, and warns at 100. If steps do not wait for the
             accelerator, the error comes eight steps later, in the same step on every process.
         recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
             step, whether the step was skipped, the attribute `loss` if it is set, and the norms of
             groups that have a rule. Deep copies of the wrapper have no recorder.
-        process_group: the processes whose gradients have one norm, where DTensors do not say so, as
-            for :func:`clip_`.
+        process_group: the processes whose gradients share one norm, if no DTensors say so, as for
+            :func:`clip_`.
         copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
 
     Attributes:
@@ -124,7 +124,7 @@ class ClippedOptimizer(ScalerSide):
 
     Notes:
         Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
-        schedule-free optimizers, are those of the wrapper too. Only `step` clips: methods that
+        schedule-free optimizers, can be used on the wrapper too. Only `step` clips: methods that
         update parameters without it, such as `second_step` of SAM, do not. An attribute that is set
         on the wrapper is not set on the wrapped optimizer.
 
@@ -133,13 +133,13 @@ class ClippedOptimizer(ScalerSide):
         evaluation; "skip", "error" and `skip_above` evaluate it once, and step without it.
 
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
-        program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
+        program. `state_dict` returns the wrapped optimizer's, with the statistics and the norms
         that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
         docs/optimizer.md has more on all of these.
 
         After a step that raised, for example by Ctrl-C, the next one begins anew. If the failed one
         may have divided the gradients by a loss scale, steps raise RuntimeError until there are new
-        ones, or `zero_grad` was called.
+        gradients or `zero_grad` is called.
 
     References:
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
@@ -170,21 +170,21 @@ class ClippedOptimizer(ScalerSide):
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
             refuse_differentiable(number, group)
-        # Gradients that a step began to divide by a loss scale, and then failed; empty while one
-        # that has not updated the parameters goes on; None in all other cases.
+        # The gradients that a failed step may have divided by a loss scale; empty while such a step
+        # runs and has not updated the parameters yet; None in all other cases.
         self._divided: list[ref[Tensor]] | None = None
         self._handed = SimpleNamespace(scale=None, found_inf=None)
-        # The wrapped optimizer has made the state that it keeps.
+        # Whether the wrapped optimizer has stepped, and so made the state that it keeps.
         self._has_stepped = False
-        # Last: an argument that is refused leaves the optimizer as it was.
+        # Last, so that a refused argument leaves the optimizer as it was.
         begin_(optimizer, self)
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's."""
+        """The state of the wrapped optimizer."""
         if not is_unflattening():
             return self.optimizer.state
-        # torch loads flattened entries whose names it finds here, and no others.
+        # torch loads only those flattened entries whose names it finds here.
         owners = self._states.owners_of_many()
         return with_names(self.optimizer, owners, has_stepped=self._has_stepped)
 
@@ -194,7 +194,7 @@ class ClippedOptimizer(ScalerSide):
 
     @property
     def clip(self) -> Rule:
-        """The rule for all groups that carry none. A rule or a number replaces it."""
+        """The rule for all groups that carry none. May be replaced by a rule or a number."""
         return self._grouping.rule
 
     @clip.setter
@@ -202,7 +202,7 @@ class ClippedOptimizer(ScalerSide):
         self._grouping.rule = as_rule("clip", clip)
 
     def _refuse_max_norm(self, *_: object) -> NoReturn:
-        # An optimizer has none: set here, it would change nothing.
+        # An optimizer has no max_norm: setting one here would change nothing.
         raise AttributeError(
             f"max_norm belongs to a rule; expected optimizer.clip, which is {self.clip}, and may "
             "be replaced by a number or a rule"
@@ -223,7 +223,7 @@ class ClippedOptimizer(ScalerSide):
 
     @property
     def skip_above(self) -> float | Outlier | None:
-        """The largest norm of a step that is not skipped, None for any. May be replaced."""
+        """The norm above which a step is skipped, or an Outlier, or None. May be replaced."""
         return self._states.skip_above
 
     @skip_above.setter
@@ -232,17 +232,17 @@ class ClippedOptimizer(ScalerSide):
         refuse_judging(self.optimizer, self._policy, skip_above)
         self._states.skip_above = skip_above
         if not isinstance(skip_above, Outlier):
-            # Nothing would judge it.
+            # Without an Outlier, nothing judges a loss.
             self._states.loss = None
 
     @property
     def loss(self) -> float | Tensor | None:
-        """The loss of the step to come, for a recorder and for `Outlier`; None for none.
+        """The loss of the next step, for a recorder and for `Outlier`; None if there is none.
 
-        Set it before each step, in a closure too: without a graph, not scaled, and of all
-        micro-batches. The step drops it. A recorder writes it beside the norm. `Outlier` judges
-        the mean over all processes of `torch.distributed`, so that each of them sets a loss, or
-        none does. Without both, nothing reads it.
+        Set it before each step, in a closure too: the loss over all micro-batches, not scaled. A
+        copy without its graph is kept, which the step drops. A recorder writes it beside the norm.
+        `Outlier` judges the mean over all processes of `torch.distributed`, so each of them must
+        set a loss, or none. Without a recorder and an `Outlier`, nothing reads it.
         """
         return self._states.loss
 
@@ -263,7 +263,7 @@ class ClippedOptimizer(ScalerSide):
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder that takes the norms of every step, None without. May be replaced."""
+        """The recorder that takes the norms of every step, or None. May be replaced."""
         return self._recorder
 
     @recorder.setter
@@ -279,12 +279,12 @@ class ClippedOptimizer(ScalerSide):
         Args:
             closure: evaluates the model, calls backward, and returns the loss. Gradients are
                 clipped after each evaluation.
-            grad_scale: a loss scale that the gradients of this step carry, those of every
-                evaluation, as for :func:`clip_`. Not under a GradScaler, which hands over its own.
+            grad_scale: a loss scale that the gradients of this step carry, after every evaluation,
+                as for :func:`clip_`. Not under a GradScaler, which hands over its own.
 
         Returns:
-            The result of the wrapped optimizer, which is the loss of the first evaluation, and None
-            without a closure.
+            The result of the wrapped optimizer: the loss of the first evaluation, or None without
+            a closure.
 
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error"; a closure that
@@ -314,13 +314,13 @@ class ClippedOptimizer(ScalerSide):
                     under_scaler=isinstance(self.found_inf, Tensor),
                 )
             if step is None:
-                # `torch.distributed.checkpoint` makes state by a step that is none of the training.
+                # `torch.distributed.checkpoint` makes state by a step that is not of the training.
                 makes_state = not (torch.is_grad_enabled() or optimizer.state)
                 step = self._prepare(grad_scale, makes_state=makes_state)
                 left_out = step.verdict.left_out
                 if left_out is not True:
-                    # An interrupted `step_unless` leaves it behind, and the device would leave this
-                    # step out.
+                    # An interrupted `step_unless` may have left its flag behind, by which the
+                    # device would leave this step out.
                     vars(optimizer).pop("found_inf", None)
                     if left_out is False:
                         updated = optimizer.step()
@@ -335,7 +335,7 @@ class ClippedOptimizer(ScalerSide):
                     after(self, args, kwargs)
             return result
         except BaseException:
-            # It takes back only from a success what it hands over.
+            # A GradScaler takes back what it handed over only if the step succeeds.
             self._take_back()
             if self._divided == []:
                 self._divided = [ref(grad) for grad in grads_in(self.param_groups)]
@@ -354,8 +354,8 @@ class ClippedOptimizer(ScalerSide):
         if makes_state:
             has_shards = self._grouping.processes is not None
             makes_state = may_make_state(self.optimizer.param_groups, has_shards=has_shards)
-        # A GradScaler may have had the step measured, or even judged. Hooks run after that, and may
-        # have changed anything.
+        # A GradScaler may have had the step measured or even judged already. Hooks run after that
+        # and may have changed anything.
         step, self._measured = self._measured, None
         if step is None or (self._optimizer_step_pre_hooks and not is_judged_only):
             step = self._measure(grad_scale, is_recorded=not makes_state)
@@ -382,7 +382,7 @@ class ClippedOptimizer(ScalerSide):
         refusal: Exception | None = None,
         is_recorded: bool = True,
     ) -> Step:
-        """Measures a step, unless it is refused; other processes, which may wait, get the error."""
+        """Measures a step. If it is refused, other processes that may wait get the error."""
         grouping, recorder, policy = self._grouping, self._recorder, self._policy
         self.stats.follow_(grouping.device)
         if self._divided is not None and self._has_divided():
@@ -410,7 +410,7 @@ class ClippedOptimizer(ScalerSide):
         return step
 
     def _record(self, recorder: Recorder) -> StepRecord | None:
-        """The record of a step; None in a fork, which drops the recorder."""
+        """Makes the record of a step; in a fork, drops the recorder and returns None."""
         if not recorder.is_elsewhere:
             return StepRecord(recorder, self._grouping)
         self.recorder = None
@@ -424,14 +424,14 @@ class ClippedOptimizer(ScalerSide):
     def _has_divided(self) -> bool:
         """Whether gradients are left that a failed step may have divided by the loss scale.
 
-        A new one is not, such as one that comes after `zero_grad` of the model.
+        New ones do not count, such as those that come after `zero_grad` of the model.
         """
         divided = {id(grad) for weak in self._divided or () if (grad := weak()) is not None}
         if self._divided and divided.isdisjoint(map(id, grads_in(self.param_groups))):
             self._divided = None
         return self._divided is not None
 
-    # For callers that may record a graph.
+    # For callers outside no_grad.
     _measure_without_grad = torch.compiler.disable(without_grad(_measure))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -453,10 +453,10 @@ class ClippedOptimizer(ScalerSide):
         self._grouping.rules()
 
     def unwrap(self) -> Optimizer:
-        """Ends the wrapper, and returns the wrapped optimizer without its hooks and keys.
+        """Ends the wrapper, and returns the wrapped optimizer without the wrapper's hooks and keys.
 
-        Rules that groups carry stay, as the user's. Where a shallow copy or another wrapper of the
-        optimizer is left, the last one that ends takes hooks and keys away.
+        Rules that groups carry stay, as they are the user's. If a shallow copy or another wrapper
+        of the optimizer is left, hooks and keys stay until the last one ends.
 
         Returns:
             The wrapped optimizer.
@@ -470,13 +470,13 @@ class ClippedOptimizer(ScalerSide):
         super().zero_grad(set_to_none)
 
     def _save(self) -> dict[str, Any]:
-        # Also here, for optimizers that do not run their hooks.
+        # Drops rules here as well, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
         groups = self.optimizer.param_groups
         return with_part(saved, self._part(), groups, has_stepped=self._has_stepped)
 
     def _part(self) -> dict[str, Any]:
-        """The wrapper's own part of a checkpoint, for all rules of the program."""
+        """Returns the wrapper's part of a checkpoint, for all rules of the program."""
         part: dict[str, Any] = self.stats.state_dict()
         part["calls"] = torch.tensor(self._states.steps, device="cpu")
         if states := self._states.for_checkpoint():
@@ -491,7 +491,7 @@ class ClippedOptimizer(ScalerSide):
             refuse_differentiable(number, group)
         stats, states, recorded = self._loaded(part)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
-        # In the object that users have.
+        # Updated in place, because users may hold `stats`.
         vars(self.stats).update(vars(stats))
         self._states = states
         self._watch.forget()
@@ -499,7 +499,7 @@ class ClippedOptimizer(ScalerSide):
             self.recorder.load_state_dict(recorded)
 
     def _loaded(self, part: object) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
-        """New statistics, states and recorder's state from the wrapper's part of a checkpoint."""
+        """Makes statistics, rule states and a recorder's state from the wrapper's part."""
         if not isinstance(part, dict):
             raise ValueError(
                 "the part of the ClippedOptimizer in a saved state must be a dict, got "
@@ -518,7 +518,7 @@ class ClippedOptimizer(ScalerSide):
         return stats, states, recorded
 
     def __copy__(self) -> ClippedOptimizer:
-        """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
+        """Makes a wrapper that shares everything, as shallow copies of optimizers do."""
         twin = ClippedOptimizer.__new__(type(self))
         vars(twin).update(vars(self))
         begin_(twin.optimizer, twin)
@@ -544,10 +544,10 @@ class ClippedOptimizer(ScalerSide):
     def __setstate__(self, state: dict[str, Any]) -> None:
         arguments = state["arguments"]
         for number, position in state["unclipped"]:
-            # Copies of parameters have no attributes.
+            # Copies of parameters lose their attributes.
             arguments["optimizer"].param_groups[number]["params"][position].need_clip = False
         ClippedOptimizer.__init__(self, **arguments)
-        # Not one of the arguments: the policy may have been replaced by one that skips no step.
+        # As an argument it would be refused if the policy was replaced by one that skips no step.
         self._watch = SkipWatch(state["max_consecutive_skips"])
         self.stats, self._states = state["stats"], state["memory"]
         self._states.grouping = self._grouping
@@ -563,5 +563,5 @@ class ClippedOptimizer(ScalerSide):
 def _arguments(
     closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
 ) -> tuple[Closure | None, float | Tensor | None]:
-    """The arguments of a step, as a hook returned them."""
+    """Checks the arguments of `step` that a hook returned."""
     return closure, grad_scale

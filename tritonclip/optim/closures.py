@@ -1,4 +1,4 @@
-"""Steps with a closure, which computes the gradients: they are clipped after each evaluation."""
+"""Steps with a closure that computes the gradients, which are clipped after each evaluation."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -16,7 +16,7 @@ from tritonclip.optim.refusals import Policy
 from tritonclip.optim.step import Step
 
 Closure = Callable[[], Any]
-# Measures the gradients of an evaluation, or raises `refusal=`, which other processes get.
+# Measures the gradients of an evaluation, or raises `refusal=` on all processes that wait.
 Measure = Callable[..., Step]
 _NO_LOSS = (
     "the closure computed gradients and returned None; expected the loss: end it with "
@@ -29,7 +29,7 @@ _NO_LOSS_FOR_LBFGS = (
 
 
 def refuse_judging(inner: Optimizer, policy: Policy, skip_above: object) -> None:
-    """ValueError for steps to be judged first, of an optimizer that cannot go without a closure."""
+    """Raises ValueError if steps are to be judged first, but the optimizer needs a closure."""
     if not policy.checks and skip_above is None:
         return
     closure = signature(inner.step).parameters.get("closure")
@@ -46,13 +46,13 @@ def refuse_judging(inner: Optimizer, policy: Policy, skip_above: object) -> None
 def take_closure(
     inner: Optimizer, closure: Closure | None, measure: Measure, *, judges: bool, under_scaler: bool
 ) -> tuple[Any, Step | None]:
-    """Evaluates a closure for its result; also returns the step, if the wrapped optimizer took it.
+    """Evaluates a closure; returns its result, and the step if the wrapped optimizer took it.
 
-    It does not take a step that the wrapper `judges` first, while nothing has changed yet.
+    If the wrapper `judges` steps before anything changes, the optimizer takes none here.
     """
     if closure is None:
-        # Other processes do not get this: they have begun to evaluate their closures, and the
-        # collectives of their models wait for this process first.
+        # Other processes cannot get this error: they have begun to evaluate their closures, where
+        # the collectives of their models already wait for this process.
         raise TypeError(_NO_LOSS_FOR_LBFGS)
     if isinstance(closure, Tensor):
         raise TypeError(
@@ -70,7 +70,7 @@ def take_closure(
 
 
 def _step_evaluating(inner: Optimizer, closure: Closure, measure: Measure) -> tuple[Any, Step]:
-    """Clips after each evaluation; returns the result of the step, and the step to count."""
+    """Lets the optimizer step with clipping after each evaluation; returns result and step."""
     counted: Step | None = None
 
     def evaluate_and_clip() -> Any:
@@ -94,12 +94,12 @@ def _step_evaluating(inner: Optimizer, closure: Closure, measure: Measure) -> tu
     return result, counted
 
 
-# Its caller may compute gradients.
+# Optimizers may evaluate a closure with gradients enabled.
 _clip_ = torch.compiler.disable(without_grad(Step.clip_))
 
 
 def _merged(earlier: Outcomes, later: Outcomes) -> Outcomes:
-    """The norms of the earlier evaluation, and the least coefficients of both."""
+    """Combines outcomes: the norms of the earlier evaluation, the least coefficients of both."""
     merged = dict(earlier)
     for index, outcome in later.items():
         before = merged.get(index)
@@ -110,14 +110,14 @@ def _merged(earlier: Outcomes, later: Outcomes) -> Outcomes:
 
 
 def _evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
-    """The loss; None of a closure that leaves gradients alone. Any other None is refused."""
+    """Returns the loss; refuses None if the closure computed gradients, or for LBFGS."""
     before = [(ref(grad), _version_of(grad)) for grad in grads_in(inner.param_groups)]
     with torch.enable_grad():
         loss = closure()
     if loss is None:
         there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
         grads = grads_in(inner.param_groups)
-        # By `measure`: other processes, which have evaluated theirs, may wait for norms.
+        # `measure` raises, as other processes have evaluated their closures and wait for norms.
         if any(there.get(id(grad)) != _version_of(grad) for grad in grads):
             measure(refusal=TypeError(_NO_LOSS))
         elif isinstance(inner, LBFGS):
@@ -126,5 +126,5 @@ def _evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
 
 
 def _version_of(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count."""
+    """Returns how often a tensor was written to; inference tensors do not count that."""
     return 0 if tensor.is_inference() else tensor._version

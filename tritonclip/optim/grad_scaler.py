@@ -34,13 +34,13 @@ class GradScaler(torch.amp.GradScaler):
         (tensor(8.), tensor([1.8000, 2.4000]))
 
     Args:
-        device: "cuda" by default, or another type of device, such as "cpu"; then all arguments of
-            `torch.amp.GradScaler`.
+        device: "cuda" by default, or another type of device, such as "cpu". The other arguments are
+            those of `torch.amp.GradScaler`.
 
     Notes:
         The wrapper's `step` is not called at an overflow, nor at a step that the wrapper skips,
         unless the wrapped optimizer decides on the device. With any other optimizer, and after
-        `unscale_`, it behaves as torch's does, and loads and saves the same checkpoints.
+        `unscale_`, this scaler behaves as torch's does. It loads and saves the same checkpoints.
     """
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -50,11 +50,11 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: the wrapper, or any other optimizer.
 
         Raises:
-            RuntimeError: a second call before `update`, also of the optimizer inside.
+            RuntimeError: a second call before `update`, also one for the wrapped optimizer.
         """
         if self._enabled and isinstance(optimizer, ClippedOptimizer):
             if optimizer._is_under_ours:
-                # Called by `step`.
+                # `step` calls this, and needs a measurement only.
                 self._check_inf_per_device(optimizer)
                 return
             share_state_(self, optimizer)
@@ -64,12 +64,12 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales, clips and updates, unless a gradient is NaN or inf.
 
         Args:
-            optimizer: the wrapper, not the optimizer inside, or any other optimizer.
-            *args: of its `step`; no closure.
-            **kwargs: of its `step`.
+            optimizer: the wrapper, not the wrapped optimizer, or any other optimizer.
+            *args: arguments of the optimizer's `step`, but no closure.
+            **kwargs: keyword arguments of the optimizer's `step`.
 
         Returns:
-            The result of its `step`; None for a step that is left out.
+            The result of the optimizer's `step`, or None for a step that is left out.
         """
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -95,12 +95,12 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        # Without any gradient, torch's records no check, for `update` to complain about.
+        # Without any gradient, torch's method records no check, so that `update` complains.
         if not isinstance(optimizer, ClippedOptimizer) or optimizer._grouping.is_without_grads():
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
-        # As torch does, which then hands both to the step.
+        # Recorded as torch does, which later hands scale and overflow to the step.
         found_inf = optimizer._measure_scaled(scale)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}

@@ -1,4 +1,4 @@
-"""Why a step is refused: errors of its clip groups, and policies for NaN and inf."""
+"""Refusals of a step: errors of its clip groups, and policies for NaN and inf."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _REMEDY = (
 
 
 class Policy(NamedTuple):
-    """What happens in a step whose gradients or norms are NaN or inf.
+    """A policy for steps whose gradients or norms are NaN or inf.
 
     Attributes:
-        name: as users write it.
-        checks: every gradient is checked, also those that no rule clips.
-        zeroes: the gradients that share a rule become 0.
+        name: the name that users pass as `nonfinite`.
+        checks: every gradient is checked, even if no rule clips it.
+        zeroes: all gradients that share a rule become 0.
         skips: the step is left out, and counted as skipped.
-        raises: RuntimeError names the gradients.
+        raises: a RuntimeError names the gradients.
     """
 
     name: str
@@ -52,7 +52,7 @@ _POLICIES = (
 
 
 def policy_of(nonfinite: object) -> Policy:
-    """The policy of a name; ValueError for an unknown one."""
+    """Returns the policy of a name; raises ValueError for an unknown one."""
     for policy in _POLICIES:
         if policy.name == nonfinite:
             return policy
@@ -60,7 +60,7 @@ def policy_of(nonfinite: object) -> Policy:
 
 
 def refuse(groups: Sequence[ClipGroup]) -> None:
-    """Refuses gradients that a rule cannot clip or two rules share."""
+    """Refuses gradients that a rule cannot clip, or that two rules share."""
     for group in groups:
         if group.gradients.error is not None:
             raise group.gradients.error
@@ -73,10 +73,10 @@ def refuse(groups: Sequence[ClipGroup]) -> None:
 
 
 def _refuse_shared(lists: Sequence[Gradients]) -> None:
-    """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
+    """Refuses gradients that overlap under two rules, and so would be scaled twice."""
     planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
     starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
-    # Copies lie elsewhere.
+    # Copies lie at other addresses than the gradients that they stand for.
     staged = any(g.copies for g, _ in planned)
     if not staged and are_apart(starts, list(chain(*(spans for _, spans in planned)))):
         return
@@ -93,11 +93,11 @@ def _refuse_shared(lists: Sequence[Gradients]) -> None:
 
 
 def refuse_nonfinite(groups: Sequence[ClipGroup]) -> NoReturn:
-    """RuntimeError for a step that is not finite, which names the parameters with NaN or inf."""
+    """Raises RuntimeError for a step that is not finite; names the parameters with NaN or inf."""
     for group in groups:
         if group.norms is not None:
             if group.unclipped:
-                # Not every norm shows them.
+                # A norm of all gradients names none of them, so they are read again.
                 labels = group.gradients.culprits(nonfinite_indices(group.gradients))
                 if labels:
                     raise RuntimeError(

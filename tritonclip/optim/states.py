@@ -1,6 +1,6 @@
-"""What a wrapper remembers between steps: states of its rules, and of its test for outliers.
+"""The memory of a wrapper between steps: states of its rules, and of its test for outliers.
 
-Outliers are norms and losses over a limit, which may follow those of earlier steps.
+Outliers are norms and losses above a limit, which may follow those of earlier steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tritonclip.rules import BoundRule, ClipState, LossOutlier, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive, kind_of
 
-# More numbers than these are a tensor in a checkpoint.
+# A state with more numbers is a tensor in a checkpoint.
 _FEW = 16
 # The keys of the states of the test for outliers.
 _OUTLIERS, _LOSSES = "outliers", "losses"
-# States of tests, and their values after a step.
+# The states of tests, each with its values after the step.
 Judged = Sequence[tuple[ClipState, list[float] | Tensor]]
 
 
 def as_skip_bound(skip_above: object) -> float | Outlier | None:
-    """The user's `skip_above`."""
+    """Checks the user's `skip_above`."""
     if skip_above is None or isinstance(skip_above, Outlier):
         return skip_above
     try:
@@ -55,7 +55,7 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
 
 
 def as_loss(loss: object) -> float | Tensor | None:
-    """The user's `loss`, without its graph."""
+    """Checks the user's `loss`, and copies a tensor without its graph."""
     if loss is None:
         return None
     if isinstance(loss, Real) and not isinstance(loss, bool):
@@ -73,7 +73,7 @@ def as_loss(loss: object) -> float | Tensor | None:
 
 
 def _tests_of(skip_above: float | Outlier | None) -> dict[str, Outlier]:
-    """The tests that remember something, by the keys of their states."""
+    """Returns the tests that remember something, by the keys of their states."""
     if not isinstance(skip_above, Outlier):
         return {}
     return {_OUTLIERS: skip_above, _LOSSES: _of_losses(skip_above)}
@@ -81,20 +81,20 @@ def _tests_of(skip_above: float | Outlier | None) -> dict[str, Outlier]:
 
 @lru_cache(maxsize=16)
 def _of_losses(above: Outlier) -> LossOutlier:
-    """The test of losses beside one of norms."""
+    """Makes the test of losses that goes with a test of norms."""
     return LossOutlier(above.sigmas, above.window)
 
 
 class RuleStates:
-    """What the rules of an optimizer, and its test for outliers, remember between steps.
+    """The states of an optimizer's rules, and of its test for outliers, kept between steps.
 
-    A history follows its parameter, wherever it stands. Its position counts in checkpoints only.
+    A history follows its parameter if groups change. Only checkpoints go by position.
 
     Attributes:
-        grouping: of the parameters and their rules.
-        steps: calls of the optimizer's `step`.
+        grouping: the parameter groups and their rules.
+        steps: the number of calls of the optimizer's `step`.
         skip_above: the largest norm of a step that is not skipped, or the test for outliers.
-        loss: of the step to come.
+        loss: the loss of the next step.
     """
 
     def __init__(self, grouping: Grouping, skip_above: float | Outlier | None = None) -> None:
@@ -102,16 +102,15 @@ class RuleStates:
         self._states: dict[str, ClipState] = {}
         self.steps = 0
         self.loss: float | Tensor | None = None
-        # The row of each parameter's history in every state. No weak references: torch refuses to
-        # swap the contents of a parameter that has one.
+        # The row of each parameter's history in every state. The references are not weak, because
+        # torch refuses to swap the contents of a parameter that has weak ones.
         self._rows: dict[Tensor, int] = {}
-        # All parameters as they stood when they were met last, and whether theirs are all rows in
-        # order.
+        # The parameters that `locate` saw last, and whether their rows are all rows in order.
         self._located: list[Tensor] = []
         self._in_order = False
 
     def locate(self) -> None:
-        """Gives every parameter a row: its own, or a new one."""
+        """Gives a new row to every parameter that has none."""
         parameters = self.grouping.parameters()
         if len(parameters) == len(self._located) and all(map(is_, parameters, self._located)):
             return
@@ -121,9 +120,9 @@ class RuleStates:
     def rows(
         self, parameters: Sequence[Tensor], positions: Sequence[int] | None = None
     ) -> tuple[Sequence[int] | None, int]:
-        """The rows of parameters that were met, None for all in order; and the number of all.
+        """Returns the rows of located parameters, None for all rows in order, and their number.
 
-        Of those at `positions`, or of all.
+        With `positions`, only the parameters at these positions are looked up.
         """
         n = len(self._rows)
         if positions is not None:
@@ -133,28 +132,28 @@ class RuleStates:
         return [self._rows[parameter] for parameter in parameters], n
 
     def bind(self, group: ClipGroup) -> Rule:
-        """Binds the rule of a clip group, whose limit changes, to its state for the next step."""
+        """Binds a clip group's rule, if its limit changes, to its state for the next step."""
         rule, parameters = group.rule, group.gradients.sources
         assert parameters is not None
         if rule.per_gradient and isinstance(rule, Adaptive):
             self.locate()
-        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
+        # Binding the group would make a cycle by `group.rule`, which would keep the gradients.
         rows = partial(self.rows, parameters)
         state = self._state_of(key_of(group.index), rule)
         group.rule = BoundRule(rule.at(self.steps), state, rows)
         return group.rule
 
     def judge(self, norm: float | Tensor, dtype: torch.dtype) -> tuple[Flag, Judged]:
-        """Whether a norm is an outlier, or the loss; waits only for a loss on another device.
+        """Judges whether norm or loss is an outlier; waits only for a loss on another device.
 
-        Norm and loss are to be remembered by `commit` of the states, if the step did not overflow.
-        `dtype` is that of a number before it was one.
+        After the step, `commit` of the returned states takes the returned values. `dtype` is the
+        one in which the norm was measured, which a number does not tell.
         """
         above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):
             if isinstance(norm, float) and dtype == torch.float32:
-                # As a tensor of this dtype is compared with a number.
+                # Comparing a float32 tensor with a number would round the number, too.
                 above = c_float(above).value
             return norm > above, []
         flag: Flag = False
@@ -164,10 +163,10 @@ class RuleStates:
             if owner == _LOSSES:
                 if self.loss is None:
                     break
-                # Two numbers, or two tensors.
+                # The loss comes as the norm does: as a number, or as a tensor on its device.
                 number = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
             if isinstance(number, float) and type(test).advance is not Outlier.advance:
-                # A user's class, which has no formula in numbers.
+                # A user's class has no formula in numbers.
                 number = torch.tensor(number, dtype=torch.float64)
             state = self._state_of(owner, test)
             limit, values = state.advance(test, number)
@@ -176,7 +175,7 @@ class RuleStates:
         return flag, judged
 
     def _state_of(self, owner: str, rule: Any) -> ClipState:
-        """The state of a rule or test, begun anew where it is that of another."""
+        """Returns the state of a rule or test, a new one if the old one belongs to another."""
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
@@ -187,15 +186,15 @@ class RuleStates:
         return any(len(state._shape) == 2 for state in self._states.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all states, for groups and parameters in the order in which they stand now."""
+        """Copies all states, for groups and parameters in their present order."""
         rows = self._all_rows()
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """As `state_dict`, with many values as a tensor.
+        """Returns what `state_dict` does, but many values as a tensor.
 
-        All rules of the program that may remember something have a state, and the shape that it
-        will have: checkpoints are loaded into a new one with the same keys and shapes.
+        Every rule that may remember something has an entry in its final shape, because savers load
+        a checkpoint into a new one with the same keys and shapes.
         """
         present, n, rows = self._present(), len(self.grouping.parameters()), self._all_rows()
         owners = [owner for owner, rule in present.items() if not getattr(rule, "fixed", False)]
@@ -211,17 +210,17 @@ class RuleStates:
         return memory
 
     def owners_of_many(self) -> list[str]:
-        """The rules that have a tensor in a checkpoint."""
+        """Lists the keys of rules that have a tensor in a checkpoint."""
         n = len(self.grouping.parameters())
         return [owner for owner, rule in self._present().items() if _has_many(rule, n)]
 
     def _present(self, *, anew: bool = False) -> dict[str, Any]:
-        """All rules and tests of the program, by their keys; of groups as they were read last."""
-        # Rules that no step could take are no reason not to save.
+        """Returns all rules and tests by their keys; if not `anew`, as groups were read last."""
+        # By default nothing is read, as an invalid rule in a group must not keep users from saving.
         return {**self.grouping.rules(anew=anew), **_tests_of(self.skip_above)}
 
     def _all_rows(self) -> Sequence[int]:
-        """The rows of all parameters."""
+        """Returns the rows of all parameters; none if no state has rows."""
         if not self._have_rows():
             return ()
         self.locate()
@@ -229,10 +228,10 @@ class RuleStates:
         return range(n) if found is None else found
 
     def __getstate__(self) -> dict[str, Any]:
-        # The loss is of a step of this program; the copied wrapper has a grouping of its own.
+        # The loss is for the next step of this wrapper; a copied wrapper makes its own grouping.
         state, rows = {**vars(self), "grouping": None, "loss": None}, self._all_rows()
         if len(rows) < len(self._rows):
-            # Else it would keep parameters alive that no group has any more.
+            # The copy drops parameters that no group has any more, which it would keep alive.
             state["_states"] = {owner: _at(rows, one) for owner, one in self._states.items()}
             state["_located"] = self._located[: len(rows)]
             state["_rows"] = {parameter: i for i, parameter in enumerate(state["_located"])}
@@ -240,7 +239,7 @@ class RuleStates:
         return state
 
     def load_state_dict(self, states: object) -> None:
-        """Takes the result of `state_dict`; ValueError for any other, and for another program's."""
+        """Loads the result of `state_dict`; raises ValueError for anything else or other rules."""
         if not isinstance(states, dict):
             raise ValueError(
                 "memory of a saved state must be a dict with the states of rules, got "
@@ -251,12 +250,12 @@ class RuleStates:
             owner: _loaded(owner, saved, present.get(owner), n) for owner, saved in states.items()
         }
         if self._have_rows():
-            # At once: positions count in checkpoints only.
+            # Done at once, because rows go by position only in the checkpoint.
             self.locate()
 
 
 def _at(rows: Sequence[int], state: ClipState) -> ClipState:
-    """A state that has some of the rows."""
+    """Copies some rows of a state to a new one."""
     found = ClipState()
     found.load_state_dict(state.copied(rows))
     found._is_loaded = False
@@ -264,12 +263,12 @@ def _at(rows: Sequence[int], state: ClipState) -> ClipState:
 
 
 def _loaded(owner: str, saved: Any, rule: Any, n_parameters: int) -> ClipState:
-    """A saved state, which has to be one of this rule where its limit changes."""
+    """Loads a saved state, which must be one of this rule if the rule's limit changes."""
     state, is_fixed = ClipState(), not isinstance(rule, Outlier) and getattr(rule, "fixed", True)
     if isinstance(saved, dict) and isinstance(saved.get("values"), str):
         if saved["values"] == IN_STATE and not is_fixed:
             refuse_missing(f"the norms that {rule} remembers")
-        # Those of a rule that the program no longer has are not looked for.
+        # The values of a rule that the program no longer has are not needed.
         saved = {**saved, "values": None}
     state.load_state_dict(saved)
     if is_fixed:
@@ -296,11 +295,11 @@ def _has_many(rule: Any, n_parameters: int) -> bool:
     try:
         return isinstance(rule, Adaptive) and math.prod(_shape_of(rule, n_parameters)) > _FEW
     except Exception:
-        # A rule that no step could take is no reason not to save.
+        # An invalid rule must not keep users from saving; the step refuses it.
         return False
 
 
 def _shape_of(rule: Any, n_parameters: int) -> tuple[int, ...]:
-    """Of the values of an adaptive rule."""
+    """Returns the shape of the values of an adaptive rule."""
     k = len(rule.start())
     return (n_parameters, k) if getattr(rule, "per_gradient", False) else (k,)

@@ -1,6 +1,6 @@
-"""One step of an optimizer, measured, judged, and clipped once.
+"""One step of an optimizer, which is measured, judged, and clipped once.
 
-All clip groups are measured before the first gradient is written, so that a step can still be
+All clip groups are measured before the first gradient is written, so that the step can still be
 refused.
 """
 
@@ -50,14 +50,14 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Outlier, has_user_limi
 
 
 class StepRecord:
-    """The norms of a step for its recorder, before clipping; refused before anything is written.
+    """The norms of one step before clipping, for a recorder; errors come before any write.
 
-    They are those of all gradients, of groups with a rule, and of each parameter, which takes one
-    more reading of the gradients.
+    A recorder takes the norm of all gradients, norms of groups with a rule, and norms of each
+    parameter if it has `each`, for which the gradients are read once more.
 
     Attributes:
-        refusal: of gradients without norms by name, if other processes have to get it.
-        clip_groups: to be measured with those of the step, where other processes have shards.
+        refusal: the error of gradients without norms by name, if other processes must get it.
+        clip_groups: one to measure with those of the step, if other processes have shards.
     """
 
     def __init__(self, recorder: Recorder, grouping: Grouping) -> None:
@@ -66,14 +66,14 @@ class StepRecord:
         self._recorder = recorder
         # The gradients that have norms by name.
         self._named: NamedNorms | None = None
-        # The norm of all, and those by name, in the order of the recorder's names.
+        # The norm of all gradients, then norms in the order of the recorder's names.
         self._norms: list[float | Tensor | None] = []
         if not recorder.each:
             return
         try:
             self._named = NamedNorms(grouping.parameters(), names=grouping.names())
         except (TypeError, ValueError, RuntimeError) as error:
-            # Other processes have to get it.
+            # Other processes must get the error too.
             if grouping.processes is None:
                 raise
             self.refusal = error
@@ -83,21 +83,21 @@ class StepRecord:
             self.clip_groups.append(group)
 
     def check(self, clip_groups: Sequence[ClipGroup]) -> None:
-        """Refuses a recorder that cannot take the step, of these clip groups."""
+        """Refuses a recorder that cannot take a step with these clip groups."""
         names = [key_of(g.index) for g in clip_groups if g.index is not None and g.has_norm]
         if self._named is not None:
             names += self._named.names
-        # Those of the recorder first: of parameters frozen since nothing is known.
+        # The recorder's names come first; parameters that were frozen since get no norm.
         self._recorder.prepare(tuple(dict.fromkeys([*(self._recorder.names or ()), *names])))
 
     def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
-        """Takes the norms of a step that is measured, and not written yet."""
+        """Takes the norms of a step that is measured, before gradients are written."""
         norms: dict[str, float | Tensor] = {
             key_of(group.index): group.norm() for group in clip_groups if group.has_norm
         }
         norm = norms.pop(key_of(None), None)
         if norm is None:
-            # By value, and where every group has a rule, no rule of the wrapper measures a norm.
+            # The wrapper's rule measures none if it clips by value, or if all groups carry a rule.
             norm, _ = global_norm_of(clip_groups, grad_scale)
         if (named := self._named) is not None:
             if self.clip_groups:
@@ -119,7 +119,7 @@ class StepRecord:
         try:
             recorder.append_([norm, coefficient, limit, left_out, loss, *norms])
         except OSError as error:
-            # The step is taken: training goes on. Later warnings of the same text are not shown.
+            # The step was taken, so training goes on. Python shows this warning only once.
             warn_user(
                 f"the recorder of {recorder.path} could not write: {error}. Training goes on, and "
                 "the rows are kept for the next flush",
@@ -129,26 +129,26 @@ class StepRecord:
 
 @dataclass(eq=False)
 class Step:
-    """The gradients of one step, in clip groups: `measure`, `judge`, `clip_`, and `finish`.
+    """The gradients of one step, in clip groups: `measure`, `judge`, `clip_`, then `finish`.
 
-    The wrapped optimizer updates the parameters after `clip_`.
+    The wrapped optimizer updates the parameters between `clip_` and `finish`.
 
     Attributes:
-        clip_groups: into which it divides the gradients of this step.
-        states: what the wrapper remembers between steps.
-        policy: for NaN and inf.
-        watch: of steps that are skipped in a row.
-        record: for a recorder; None without one.
+        clip_groups: the clip groups of all gradients of this step.
+        states: the states of rules and tests, kept between steps.
+        policy: the policy for NaN and inf.
+        watch: the watch over steps that are skipped in a row.
+        record: the norms for a recorder; None without one.
         grad_scale: the loss scale that all gradients still carry, if the step `is_scaled`.
-        check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
-            those that no rule holds for.
-        follows: a rule has a limit that changes from step to step.
-        limited: clip groups with limits of users' rules, or by unit, which are asked before the
-            first write.
+        check_finite: whether `nonfinite` will be read, whatever the policy. The clip groups then
+            cover every gradient, even if no rule holds for it.
+        follows: whether a rule has a limit that changes from step to step.
+        limited: the clip groups whose limits are asked for before the first write: users' rules
+            and rules by unit.
         judged: the states of the tests for outliers, and their values after the step.
         verdict: whether the step is left out, once it is judged.
-        outcomes: of clipping.
-        is_counted: the step is one of the training.
+        outcomes: the outcomes of clipping, by the index of the clip group.
+        is_counted: whether the step is part of the training.
     """
 
     clip_groups: list[ClipGroup]
@@ -168,7 +168,7 @@ class Step:
     outcomes: Outcomes = field(default_factory=dict, init=False)
 
     def measure(self, refusal: Exception | None, *, overflow: Flag | None) -> None:
-        """Measures all that the step needs, unless it is refused; other processes get the error.
+        """Measures all norms of the step. If it is refused, other processes get the error.
 
         `refusal` is an error that is known already. At an `overflow`, NaN and inf raise none.
         """
@@ -177,19 +177,19 @@ class Step:
         if plan is None or not plan.ordinary or (rule := groups[0].rule).per_unit:
             self._measure_all(refusal, overflow)
             return
-        # Nothing refuses the only clip group, and no other norm of it is needed yet.
+        # Fast path: nothing refuses the only clip group, and its rule's norm is enough.
         (group,) = groups
-        # A limit that is a number is fixed.
+        # A limit that is a float is fixed, and saves asking `fixed`.
         if type(rule.known_limit) is not float and not rule.fixed:
             rule, self.follows = self.states.bind(group), True
         if record is not None:
             record.check(groups)
         if check_finite or self.policy.zeroes or not rule.clamps:
-            # The norm of most rules, at one call less.
+            # For most rules the norm is known without a call of `rule.norm`.
             is_two_norm = type(rule) is ClipByGlobalNorm and rule.norm_type == 2.0
             norm, scale = TWO_NORM if is_two_norm else rule.norm, self.grad_scale
             if rule.clamps:
-                # An element counts as it came, and a loss scale only where it is NaN.
+                # Elements are checked still scaled: the quotient is 1, or NaN if the scale is NaN.
                 scale = scale / scale
             group.norms = measure(group.gradients, norm, scale)
             if rule.known_limit is None and (check_finite or self.is_scaled):
@@ -198,7 +198,7 @@ class Step:
             record.measure(groups, self.grad_scale)
 
     def _measure_all(self, refusal: Exception | None, overflow: Flag | None) -> None:
-        """As `measure`, of several clip groups or norms, and over processes."""
+        """Does `measure` for several clip groups or norms, and over processes."""
         groups, record = self.clip_groups, self.record
         recorded = [] if record is None else record.clip_groups
         lists = [*groups, *recorded]
@@ -209,7 +209,7 @@ class Step:
         measure_requests(needed, self.grad_scale)
         refusal = refusal or _error_of(lists)
         if refusal is not None:
-            # Other processes may be in this call, and wait for names of gradients.
+            # Other processes may be in this call and wait for the names of gradients.
             if self.policy.raises and not overflow:
                 with suppress(RuntimeError):
                     self.raise_if_nonfinite()
@@ -223,9 +223,9 @@ class Step:
         ]
 
     def _requests(self, recorded: Sequence[ClipGroup]) -> list[NormRequest]:
-        """All norms that will be read; then those of clip groups that are only `recorded`."""
+        """Lists all norms that will be read; those of clip groups only `recorded` come last."""
         groups, found = self.clip_groups, []
-        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
+        # A recorder gets the norm of the wrapper's rule or, without one, of all clipped gradients.
         has_shared = any(group.has_norm and group.index is None for group in groups)
         reads_two_norm = self.states.skip_above is not None or not (
             self.record is None or has_shared
@@ -246,7 +246,7 @@ class Step:
         return found + [NormRequest(group, EACH_NORM) for group in recorded]
 
     def _verify_agreement(self, needed: Sequence[NormRequest], error: Exception | None) -> None:
-        """Raises on every process where they differ in the step, or where one has an error."""
+        """Raises on every process if processes differ in the step, or if one has an error."""
         grouping, processes = self.states.grouping, self.states.grouping.processes
         meshes = meshes_of(grouping.parameters())
         if not meshes and processes is None:
@@ -277,7 +277,7 @@ class Step:
         agree(texts, error, domain_of(meshes, None if processes is None else processes.group))
 
     def _refuse(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
-        """Refuses a step; returns the error where `lists` raise it in every process."""
+        """Checks the step and binds its rules; returns an error only if all processes get it."""
         try:
             if refusal is not None:
                 raise refusal
@@ -298,7 +298,7 @@ class Step:
         return None
 
     def nonfinite(self) -> Flag:
-        """Whether a gradient is NaN or inf, or a norm does not fit; waits for no device."""
+        """Whether a gradient is NaN or inf, or a norm overflows its dtype; waits for no device."""
         flags = []
         for group in self.clip_groups:
             if group.norms is None:
@@ -308,7 +308,7 @@ class Step:
                 flags.append(~group.norms.is_finite())
                 continue
             numbers = numbers if isinstance(numbers, list) else [numbers]
-            # By unit, weights may be NaN, too.
+            # Rules by unit read weights too, which may be NaN.
             if not all(map(isfinite, numbers)) or (
                 group.rule.per_unit and not bool(group.norms.is_finite())
             ):
@@ -319,9 +319,9 @@ class Step:
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
     def judge(self, overflow: Flag) -> None:
-        """Finds the verdict on a measured step; waits for the device where it does not decide.
+        """Finds the verdict on a measured step; waits for the device unless it can decide itself.
 
-        `overflow` is that of a GradScaler. The policy or the test for outliers may skip the step.
+        `overflow` comes from a GradScaler. The policy or the test for outliers may skip the step.
         """
         self.is_judged = True
         skip = self._unfit() if self.policy.skips else False
@@ -332,7 +332,7 @@ class Step:
         if overflow is False and skip is False:
             return
         if skip is True:
-            # An overflow is the GradScaler's.
+            # A step that overflows counts as left out by the GradScaler, not as skipped by us.
             overflow, skip = (overflow, False) if overflow else (False, True)
         verdict = Verdict(either(overflow, skip), overflow, skip)
         if isinstance(verdict.left_out, Tensor) and not takes_found_inf(
@@ -342,12 +342,12 @@ class Step:
         self.verdict = verdict
 
     def raise_if_nonfinite(self) -> None:
-        """RuntimeError that names the parameters with NaN or inf; waits for the device."""
+        """Raises RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if bool(self._unfit()):
             refuse_nonfinite(self.clip_groups)
 
     def _unfit(self) -> Flag:
-        """As `nonfinite`, or whether a user's rule has no limit on a device."""
+        """Whether the step is nonfinite, or a limit, once asked for, is no number of 0 or more."""
         flag = self.nonfinite()
         if flag is True or not self.limited:
             return flag
@@ -365,11 +365,10 @@ class Step:
             limit_of(group.rule, group.norms)
 
     def clip_(self) -> None:
-        """Clips all groups, once; keeps norms before clipping, 0-d, and coefficients.
+        """Clips all groups once; keeps norms before clipping, 0-d, and coefficients as outcomes.
 
-        For a rule that is per gradient the largest norm and the least coefficient, for one that
-        clamps None. Gradients that no rule holds for are written only to divide them by the loss
-        scale.
+        A rule per gradient keeps its largest norm and least coefficient; a rule that clamps keeps
+        None. Gradients that no rule holds for are written only to divide them by the loss scale.
         """
         for group in self.clip_groups:
             if not group.unclipped:
@@ -382,9 +381,9 @@ class Step:
 
     @torch.compiler.disable
     def finish(self, stats: ClipStats) -> None:
-        """Counts the step by its verdict, and remembers and records its norms.
+        """Counts the step by its verdict, then remembers and records its norms.
 
-        The norm of an outlier is remembered, that of an overflow is not.
+        Tests for outliers remember the norm of an outlier, but not that of an overflow.
         """
         states, verdict = self.states, self.verdict
         if self.is_counted:
@@ -394,7 +393,7 @@ class Step:
                     if isinstance(group.rule, BoundRule):
                         group.rule.commit(verdict.left_out)
             for state, values in self.judged:
-                # Of a skipped step too, but not of one that overflowed.
+                # Skipped steps are remembered too, but not those that overflowed.
                 state.commit(values, verdict.overflow)
             stats.record_(self.outcomes, verdict, follows=self.follows)
             if self.record is not None:
@@ -405,5 +404,5 @@ class Step:
 
 
 def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
-    """The first error for which a list was rejected."""
+    """Returns the first error for which a list was rejected."""
     return next((e for group in groups if (e := group.gradients.error) is not None), None)

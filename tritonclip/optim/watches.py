@@ -1,4 +1,4 @@
-"""Watches over steps: they read numbers of a device some steps later, and raise.
+"""Watches over steps, which read numbers of a device some steps later, and then raise.
 
 A step on a GPU does not wait to know whether it was taken. Its numbers are sent to the host, which
 reads them a fixed number of steps later: by then they have arrived, and every process raises at the
@@ -19,17 +19,17 @@ from tritonclip.monitor.row_buffer import begin_copy
 from tritonclip.optim.refusals import Policy
 from tritonclip.rules.arguments import as_count
 
-# A run that skips so many steps in a row is no run; nobody may have noticed.
+# A run that skips so many steps in a row learns nothing, and nobody may have noticed.
 _SUSPICIOUS = 100
-# Steps between a number on a GPU and the look at it. They are as many in every process, so that all
-# raise at one step. By then it has arrived, or the GPU has work for so many steps.
+# The number of steps after which a number of a GPU is read, the same on every process, so that all
+# raise at the same step. By then it has arrived, or the GPU has work queued for so many steps.
 DELAY_STEPS = 8
 
 
 def sent(number: Tensor) -> Callable[[], int]:
-    """Begins to copy a number from its device; the result waits for it."""
+    """Begins to copy a number from its device; the returned function waits for it."""
     if number.device.type != "cuda":
-        # A count is added to later.
+        # Cloned, because later steps add to a count in place.
         return partial(int, number.clone())
     copied, event = begin_copy(number)
 
@@ -41,7 +41,7 @@ def sent(number: Tensor) -> Callable[[], int]:
 
 
 class SkipWatch:
-    """Raises at `most` steps skipped in a row, or warns at 100; on accelerators, later."""
+    """Raises at `most` steps skipped in a row, or warns at 100; some steps later on a GPU."""
 
     def __init__(self, most: object = None) -> None:
         self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
@@ -49,7 +49,7 @@ class SkipWatch:
         self._arriving: deque[Callable[[], int]] = deque()
 
     def refuse_without_skips(self, policy: Policy, skip_above: object) -> None:
-        """Refuses a number of steps for a wrapper that skips none."""
+        """Refuses `max_consecutive_skips` for a wrapper that skips no step."""
         if self.most is not None and not policy.skips and skip_above is None:
             raise ValueError(
                 "max_consecutive_skips was given, but no step is skipped: expected "
@@ -57,11 +57,11 @@ class SkipWatch:
             )
 
     def forget(self) -> None:
-        """Drops numbers of steps before a checkpoint was loaded."""
+        """Drops the numbers that are still to be read, such as those from before a load."""
         self._arriving.clear()
 
     def look(self, in_a_row: Tensor, *, synced: bool) -> None:
-        """Raises or warns at too many skips in a row; at once where this step was `synced`."""
+        """Raises or warns at too many skips in a row, at once if this step has `synced`."""
         n = int(in_a_row) if synced else self._read(in_a_row)
         if self.most is not None and n >= self.most:
             self.forget()
@@ -81,7 +81,7 @@ class SkipWatch:
             )
 
     def _read(self, in_a_row: Tensor) -> int:
-        """The number, or an accelerator's of `DELAY_STEPS` looks before; 0 where there is none."""
+        """Returns the number; from an accelerator, that of `DELAY_STEPS` calls before, or 0."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
         if in_a_row.device.type == "meta" or is_captured(in_a_row.device):

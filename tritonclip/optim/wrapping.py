@@ -1,4 +1,4 @@
-"""An optimizer in front of another one: its interface, refusals, and what it asks of that one."""
+"""A proxy in front of an optimizer: its interface, its refusals, and questions to the optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOOKS = (
 
 
 def _of_wrapped(name: str) -> Any:
-    """An attribute that is the wrapped optimizer's."""
+    """Makes a property that reads and writes an attribute of the wrapped optimizer."""
 
     def read(proxy: OptimizerProxy) -> Any:
         return getattr(proxy.optimizer, name)
@@ -36,10 +36,10 @@ def _of_wrapped(name: str) -> Any:
 class OptimizerProxy(Optimizer):
     """A `torch.optim.Optimizer` with the parameter groups, state and defaults of another one.
 
-    Hooks that are registered here run around the whole step, those of the wrapped optimizer around
-    its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
-    the wrapped one. Public attributes that only the wrapped optimizer has are read through this
-    one, and its methods called. One that is set stays here.
+    Hooks that are registered here run around the whole step, and hooks of the wrapped optimizer
+    around its update. A step that the host leaves out runs no post-hook. Global step hooks run
+    once, for the wrapped optimizer. Public attributes and methods that only the wrapped optimizer
+    has can be used through this one. An attribute that is set here stays here.
     """
 
     optimizer: Optimizer
@@ -49,7 +49,7 @@ class OptimizerProxy(Optimizer):
     _save: Callable[[], dict[str, Any]]
     _load: Callable[[dict[str, Any]], None]
 
-    # Optimizer.__init__ would make groups of its own.
+    # Does not call Optimizer.__init__, which would make new groups.
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         for name in _HOOKS:
@@ -62,7 +62,7 @@ class OptimizerProxy(Optimizer):
             optimizer = vars(self).get("optimizer")
             has_own = any(name in vars(cls) for cls in type(self).__mro__)
             if has_own or name.startswith("_") or not hasattr(optimizer, name):
-                # Raises; a property that raised says why once more.
+                # Raises AttributeError; a property that raised one before says why once more.
                 return object.__getattribute__(self, name)
             return getattr(optimizer, name)
 
@@ -112,7 +112,7 @@ def check_optimizer(optimizer: object) -> None:
             "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
             "attribute clip, or give a parameter group the key 'clip'"
         )
-    # That of torch makes hooks, which are in use here.
+    # Optimizer.__init__ makes the hooks that the wrapper uses.
     if not (
         isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_state_dict_post_hooks")
     ):
@@ -132,17 +132,17 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler hands scale and overflow to its `step`."""
+    """Whether the optimizer's `step` takes scale and overflow from a GradScaler."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the device can make it leave out an update."""
+    """Whether a flag on the device can make the optimizer leave out an update."""
     groups = optimizer.param_groups
     if not (takes_scaling(optimizer) and all(group.get("fused") for group in groups)):
         return False
-    # torch fills momentum buffers at the first update only, but takes them for filled after a
-    # first one that did not happen.
+    # SGD fills its momentum buffers at the first update, and would take them for filled even if the
+    # device had left that update out.
     return not isinstance(optimizer, SGD) or not any(
         p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in groups
@@ -152,7 +152,7 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 def step_unless(optimizer: Any, stop: Tensor) -> Any:
-    """A step that updates nothing where `stop`, on the device, is true."""
+    """Lets the optimizer step, which updates nothing if the flag `stop` on the device is true."""
     try:
         optimizer.found_inf = stop.to(torch.float32)
         return optimizer.step()
