@@ -4,9 +4,9 @@ Call one of these after `loss.backward()` and before `optimizer.step()`, or once
 
     norm = tritonclip.clip_(model, 1.0)
     optimizer = tritonclip.ClippedOptimizer(optimizer, 1.0)  # clips in each step
-    tritonclip.patch_torch()  # calls of torch.nn.utils.clip_grad_norm_ are tritonclip's
+    tritonclip.patch_torch()  # torch.nn.utils.clip_grad_norm_ then calls tritonclip
 
-`python -m tritonclip doctor` tests each device. The names below, by task: docs/api.rst.
+`python -m tritonclip doctor` tests each device. docs/api.rst lists the names below by task.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ __all__ = [
 ]
 __all__ += rules.__all__
 
-# Imported on first use: excluding functions from torch.compile imports the compiler and Triton, as
-# every torch optimizer does when it is made.
+# These modules are imported on first use. They exclude functions from torch.compile, which imports
+# the compiler and Triton (every torch optimizer does so too, when it is made).
 _LAZY = {
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",

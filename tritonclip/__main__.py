@@ -3,5 +3,5 @@
 from tritonclip.commands.cli import main
 
 if __name__ == "__main__":
-    # Not sys.exit, which a script that was run may have replaced.
+    # A script that ran here may have replaced sys.exit.
     raise SystemExit(main())

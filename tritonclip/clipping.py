@@ -1,4 +1,4 @@
-"""`clip_`, the call in a training loop, and `clip_tensors_`: their contract and arguments."""
+"""`clip_` and `clip_tensors_`, the calls of a training loop: their contract and arguments."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def clip_(
     Args:
         parameters: tensors, a module, (name, parameter) pairs, or :class:`FlatGradients`. Messages
             show the names. Parameters without a gradient or with `need_clip = False` are left out.
-            Floating-point or complex, dense or sparse COO, on any devices. DTensors have one norm
-            over all shards.
+            Gradients are floating-point or complex, dense or sparse COO, on any devices. DTensors
+            have one norm over all shards.
         max_norm: the largest norm of all gradients together; or a rule, such as
             :class:`ClipByNorm` or :class:`ClipByValue`.
         nonfinite: if a norm (for ClipByValue an element) is NaN or inf, "propagate" behaves like
@@ -109,16 +109,16 @@ def clip_(
         grad_scale: the loss scale, a number or a one-element tensor. Gradients are divided by it in
             the same pass; norm and limit are of the divided gradients.
         state: a :class:`ClipState`, the same at every call, for a rule whose limit changes.
-        process_group: a ProcessGroup or a DeviceMesh whose processes share one norm, where DTensors
-            do not say so: pipeline stages and plain shards.
-        copies: how many processes of `process_group` hold the same shard, by a mapping or a
-            function of the parameter, so that it counts once. Or 0: leave the shard out of the norm
-            here, because another process counts it.
+        process_group: a ProcessGroup or a DeviceMesh whose processes share one norm. Needed where
+            DTensors do not say so: for pipeline stages and plain shards.
+        copies: a mapping or a function from each parameter to the number of processes in
+            `process_group` that hold the same shard, so that it counts once. 0 leaves the shard
+            out of the norm on this process, because another process counts it.
 
     Returns:
-        The norm, 0-d; the norm of each gradient, 1-d, for rules that have one for each; None for
-        ClipByValue. float64 if any gradient is float64, else float32; on the first gradient's
-        device.
+        The norm, 0-d; or the norm of each gradient, 1-d, for rules with one norm per gradient; or
+        None for ClipByValue. The dtype is float64 if any gradient is float64, else float32; the
+        device is the first gradient's.
 
     Raises:
         TypeError: parameters, gradients or a rule of a kind that cannot be clipped.
@@ -127,8 +127,8 @@ def clip_(
         RuntimeError: a norm that is not finite, with nonfinite="error".
 
     Notes:
-        A call that raises has changed nothing. docs/clipping.md has the whole contract, and
-        docs/distributed.md that of several processes.
+        A call that raises has changed nothing. docs/clipping.md has the whole contract;
+        docs/distributed.md has the contract for several processes.
     """
     return clip_gradients_(
         clip_, parameters, max_norm, nonfinite, grad_scale, state, process_group, copies
@@ -181,25 +181,25 @@ def clip_tensors_(
         tensor([0.6000, 0.8000])
 
     Args:
-        tensors: tensors, of which None is left out, or (name, tensor) pairs. Messages show the
-            name or the position. A tensor that occurs several times counts once. Kinds as for
-            :func:`clip_`.
-        max_norm: the largest norm of all tensors together; or a rule, but no
+        tensors: tensors or (name, tensor) pairs; None is left out. Messages show the name or the
+            position. A tensor that occurs several times counts once. Dtypes, layouts and devices
+            are those of :func:`clip_`.
+        max_norm: the largest norm of all tensors together; or any rule except
             :class:`ClipByUnitNorm`, which compares gradients with weights.
         nonfinite: "propagate", "error" or "zero", as for :func:`clip_`.
         grad_scale: the loss scale that the tensors carry, as for :func:`clip_`.
-        state: a :class:`ClipState`, for a rule whose limit changes. It knows tensors by position: a
-            rule that remembers the norm of each needs a tensor at every position.
-        process_group: the processes that share one norm, as for :func:`clip_`. Each of them has to
-            have a tensor of each mesh: no parameters say which there are.
+        state: a :class:`ClipState`, for a rule whose limit changes. It knows tensors by position,
+            so a rule that remembers each tensor's norm needs a tensor at every position.
+        process_group: the processes that share one norm, as for :func:`clip_`. Each process must
+            have a tensor of each mesh, because there are no parameters that name the meshes.
         copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
 
     Returns:
         The norm, 0-d or 1-d, or None, as :func:`clip_` returns it.
 
     Raises:
-        TypeError: parameters, modules and other tensors that require grad: this would clip the
-            weights. Also what :func:`clip_` cannot clip.
+        TypeError: parameters, modules and other tensors that require grad, because this would clip
+            the weights; tensors that :func:`clip_` cannot clip.
         ValueError, RuntimeError: for the reasons of :func:`clip_`.
     """
     return clip_gradients_(
@@ -223,17 +223,17 @@ def clip_gradients_(
 ) -> Tensor | None:
     """The common body of the functions that clip in place, with the arguments of `clip_`.
 
-    `call` is the user's, made once more where torch.compile breaks the graph; `argument` has
-    parameters, or, if `are_gradients`, the gradients themselves. If `is_torchs`, messages, and
-    norms of DTensors, are those of torch.
+    Where torch.compile breaks the graph, `call` is called again outside of it. `argument` holds
+    parameters or, if `are_gradients`, the gradients themselves. If `is_torchs`, messages and norms
+    of DTensors follow torch.
     """
     is_compiling = torch.compiler.is_compiling()
-    # A tensor breaks the graph, which a `try` block does not allow.
+    # A tensor as limit breaks the graph, which is not possible inside a `try` block.
     rule: Any = max_norm
     if not (is_compiling and isinstance(max_norm, Tensor)):
         try:
             if type(max_norm) is float and max_norm and not is_compiling:
-                # As `as_rule`, in one call less.
+                # This saves a call against `as_rule`.
                 rule = known_rule(ClipByGlobalNorm, max_norm)
             else:
                 rule = max_norm if isinstance(max_norm, Rule) else as_rule("max_norm", max_norm)
@@ -260,7 +260,7 @@ def clip_gradients_(
     if process_group is not None or copies is not None:
         processes = check_processes(process_group, copies)
     if are_gradients:
-        # Read once: their number is asked for below.
+        # An iterator can be read only once, and the number of tensors is needed below.
         argument = argument if state is None else as_list(argument)
         gradients = collect_tensors(argument, processes=processes, writes=True)
     elif isinstance(argument, GradientSource):
@@ -281,7 +281,7 @@ def clip_gradients_(
                     f"tensors at {n} positions; expected one at each, and none twice"
                 )
     except Exception as error:
-        # Also of a function of the step.
+        # A limit that is a function of the step runs the user's code, which may raise anything.
         gradients.reject_(error)
     norm = execute.clip_(
         gradients, rule, nonfinite, scale, remedy=TORCH_REMEDY if is_torchs else REMEDY
@@ -311,7 +311,7 @@ def raise_everywhere(
         take = partial(collect_tensors, writes=True) if are_gradients else collect
         gradients = take(argument, processes=processes)
     except (TypeError, ValueError):
-        # The list is wrong as well, so that nobody knows who waits.
+        # The list is wrong as well, so we cannot know which processes wait.
         return
     gradients.reject_(error)
     verify.agree_on(gradients, "clip", ClipByGlobalNorm(1.0))

@@ -1,8 +1,8 @@
-"""Our names for those of other libraries, which errors of missing attributes show."""
+"""Our names for functions of other libraries, shown when a missing attribute is looked up."""
 
 from types import ModuleType
 
-# Of torch, Paddle, TensorFlow, optax, timm and papers.
+# Names from torch, Paddle, TensorFlow, optax, timm and papers.
 NAMES = {
     "AdaGC": "ClipByOwnHistory",
     "adaptive_clip_grad": "ClipByUnitNorm",
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def missing(module: ModuleType, name: str) -> AttributeError:
-    """The error of a module's `__getattr__`, with our name for a name of another library."""
+    """Makes the error of a module's `__getattr__`, with our name for another library's name."""
     text = f"module {module.__name__!r} has no attribute {name!r}"
     if name in NAMES:
         text += f"; here it is tritonclip.{NAMES[name]}"

@@ -1,4 +1,4 @@
-"""Text for users: warnings that point to their line, names, tables."""
+"""Text for users: warnings that point to the user's line, lists of names, and tables."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Code that may stand between the user's line and a warning: ours, torch's, that of `patch_torch`.
+# Files of code between the user's line and a warning: ours, torch's, and that of `patch_torch`.
 _BETWEEN = (
     *(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__)),
     "<tritonclip.patch_torch>",
@@ -18,8 +18,8 @@ _BETWEEN = (
 class ClippingWarning(UserWarning):
     """A sign that gradients are not clipped as intended, or more slowly than necessary.
 
-    Each warning is given once, or once a line of the program, and names the remedy. A filter turns
-    all of them into errors, or off.
+    Each warning is given once, or once per line of the program, and names the remedy. A filter on
+    this class turns all of them into errors, or off.
 
     Example:
         >>> import tritonclip
@@ -33,7 +33,7 @@ class ClippingWarning(UserWarning):
     """
 
 
-# The warnings that were given, each with its file and line.
+# The warnings that were already given, each with its file and line.
 _given: set[tuple[str, str, int]] = set()
 
 
@@ -43,7 +43,7 @@ def warn_user(
     """Warns at the user's line that called the library; if `once`, only once for that line."""
     level = 2
     frame = sys._getframe(1)
-    # A constructor that a dataclass has made has the globals of its module.
+    # The generated constructor of a dataclass has no file, but the globals of its module.
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_BETWEEN)
         or str(frame.f_globals.get("__file__")).startswith(_BETWEEN)
@@ -60,7 +60,7 @@ def warn_user(
     except Warning:
         raise
     except Exception:
-        # sys.stderr may be closed, for example, which is no reason to end a training.
+        # A closed sys.stderr, for example, must not end a training.
         return
 
 
@@ -80,12 +80,12 @@ def printable(name: str) -> str:
 
 
 def join_names(names: Sequence[str], most: int = 8) -> str:
-    """The first names, for a message or a figure."""
+    """Joins the first `most` names, for a message or a figure, and counts the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + more
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of a table, aligned."""
+    """Formats rows as a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

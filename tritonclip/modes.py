@@ -1,7 +1,7 @@
-"""Modes of PyTorch: operators recorded, simulated or captured, autograd, and inference mode."""
+"""Modes of PyTorch: tracers, transforms, CUDA graph capture, autograd, and inference mode."""
 
-# torch.compile traces `without_grad`, and guards the annotations of the function within by their
-# identity; `P.args` is a new object each time.
+# Annotations stay text, because torch.compile traces `without_grad` and guards the annotations of
+# its inner function by identity, but `P.args` is a new object each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 # Types that the library can read; subclasses may hold anything.
 PLAIN = frozenset({Tensor, Parameter})
-# The classes of a gradient that is no shard, also while it is traced or simulated.
+# The classes of gradients that are no shards, including those that are traced or simulated.
 WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
-# How many modes see every operator. A call of a few microseconds asks nothing else where there is
-# none. These functions of PyTorch are not public; where they are missing, no mode is known.
+# These count the modes that see every operator. Without modes, a call of a few microseconds asks
+# nothing else. The functions are not public in PyTorch; if they are missing, no mode is detected.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 n_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda key: None)
@@ -33,10 +33,9 @@ _functorch: Any = getattr(torch._C, "_functorch", None)
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
 _is_batched = getattr(_functorch, "is_batchedtensor", lambda tensor: False)
 _unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: tensor)
-# PyTorch does not count make_fx(pre_dispatch=True) as a mode,
+# PyTorch counts neither make_fx(pre_dispatch=True) nor torch.jit.trace as a mode.
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
-# nor torch.jit.trace.
 is_jit_traced = getattr(torch._C, "_is_tracing", lambda: False)
 
 
@@ -47,7 +46,7 @@ def is_observed() -> bool:
         or n_dispatch_modes() > 0
         or _has_transform()
         or is_jit_traced()
-        # A tracer that counts as no dispatch mode comes with function modes, cheaper to count.
+        # This tracer is no dispatch mode, but it comes with function modes, cheaper to count.
         or (n_function_modes() > 0 and is_pre_dispatch())
     )
     return is_seen
@@ -56,7 +55,7 @@ def is_observed() -> bool:
 def is_traced() -> bool:
     """Whether torch.compile, make_fx or FakeTensorMode traces, so that no value may be read.
 
-    If the host decided by a value, the decision would become a constant of the graph.
+    A decision of the host about a value would become a constant of the graph.
     """
     return torch.compiler.is_compiling() or _has_tracer()
 
@@ -98,18 +97,18 @@ def is_captured(device: torch.device) -> bool:
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
-    # PyTorch only knows about the current device.
+    # PyTorch tells this only of the current device.
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 
 def follow_stream(last: Any, tensors: Iterable[Tensor], device: torch.device) -> Any:
-    """The current CUDA stream of a device; it waits for the stream that used tensors `last`."""
+    """Returns a device's current CUDA stream after it waits for `last`, which used `tensors`."""
     stream = torch.cuda.current_stream(device)
     if last is not None and stream != last:
         stream.wait_stream(last)
         for tensor in tensors:
-            # Their memory, when it is freed, is not used again while this stream reads it.
+            # The allocator then does not reuse freed memory that this stream still reads.
             tensor.record_stream(stream)
     return stream
 
@@ -140,9 +139,10 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
-    """Like the decorator `torch.inference_mode(False)`, with the promise of `without_grad`.
+    """Like the decorator `torch.inference_mode(False)`, but as safe as `without_grad`.
 
-    It is for tensors that later calls write to, which PyTorch refuses for inference tensors.
+    It wraps functions that make tensors for later calls to write to, which PyTorch refuses for
+    inference tensors.
     """
 
     @wraps(function)

@@ -33,8 +33,8 @@ def norms_by_name(
 ) -> dict[str, Tensor]:
     """Measures the gradient of each parameter, or of each group, and changes nothing.
 
-    Call it *before* clipping, for the `norms` of `recorder.add_`. It reads all gradients once more,
-    in one launch for each device and dtype on a GPU, and waits for nothing.
+    Call it *before* clipping; `recorder.add_` takes the result as `norms`. It reads all gradients
+    once more, in one launch for each device and dtype on a GPU, and waits for nothing.
 
     Example:
         >>> import torch, tritonclip
@@ -46,24 +46,24 @@ def norms_by_name(
     Args:
         parameters: a module, (name, parameter) pairs, or tensors, as for :func:`clip_`. Those with
             `need_clip = False` are left out, as are those that neither have nor require a gradient.
-            Parameters of one name are one group; parameters without names are called
-            `parameters[0]`, and so on. A parameter of several names counts under each of them; a
+            Parameters with the same name form a group; parameters without names are called
+            `parameters[0]`, and so on. A parameter with several names counts under each of them; a
             module names it once, as `named_parameters` does.
-        group_of: the group of a name, whose gradients are measured together. None: every name for
-            itself. `lambda name: name.split(".")[0]`: by the outermost module.
+        group_of: returns the group of a name; the gradients of a group are measured together. None
+            keeps every name separate; `lambda name: name.split(".")[0]` groups by outermost module.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
             number from 1 to inf.
         grad_scale: the loss scale that the gradients still carry: a number or a one-element tensor.
-            Norms are of the gradients divided by it.
+            The gradients are divided by it before they are measured, but not in place.
 
     Returns:
-        Norms by name, in order; 0-d, float64 if any gradient is float64, else float32, on the first
-        gradient's device. 0 where there is no gradient, so that the names are those of the step
-        before.
+        The norm of each name, in the order of the parameters: 0-d, float64 if any gradient is
+        float64, else float32, on the first gradient's device. It is 0 where there is no gradient,
+        so that every step has the same names.
 
     Raises:
         TypeError, ValueError: gradients that :func:`clip_` refuses too; a norm_type below 1.
-            Of DTensors that one process rejects, every process raises.
+            If one process rejects its DTensors, every process raises.
     """
     refuse_tracer()
     p = as_norm_type("norm_type", norm_type)
@@ -73,7 +73,7 @@ def norms_by_name(
 
 
 class GradientStatistics(NamedTuple):
-    """Numbers of one gradient, 0-d, floating-point.
+    """Statistics of one gradient, each a 0-d floating-point tensor.
 
     Attributes:
         norm: the 2-norm.
@@ -96,13 +96,13 @@ def statistics_by_name(
 ) -> dict[str, GradientStatistics]:
     """Measures norm, largest magnitude and share of zeros of each gradient; changes nothing.
 
-    A share of zeros that grows while training in float16 shows that elements underflow: the loss
+    If the share of zeros grows while training in float16, elements underflow, because the loss
     scale is too small. Call it *before* clipping. It reads all gradients three times, counts zeros
     with PyTorch operators for each gradient, and waits for nothing.
 
     Args:
         parameters: as for :func:`norms_by_name`.
-        group_of: the group of a name, as there.
+        group_of: returns the group of a name, as for :func:`norms_by_name`.
         grad_scale: the loss scale that the gradients still carry, as for :func:`clip_`.
 
     Returns:
@@ -113,9 +113,9 @@ def statistics_by_name(
         TypeError, ValueError, RuntimeError: as for :func:`norms_by_name`.
 
     Notes:
-        NaN counts as no zero, and makes norm and largest NaN. Magnitudes of complex gradients are
-        moduli. Zeros of each DTensor take an all-reduce of their own, so that every process has to
-        have the same gradients.
+        NaN does not count as zero, and makes norm and largest NaN. Magnitudes of complex gradients
+        are moduli. Counting the zeros of a DTensor takes an all-reduce, so every process must have
+        the same gradients.
 
     Example:
         >>> model = torch.nn.Linear(4, 1, bias=False)
@@ -153,15 +153,15 @@ def _zeros_in(parameters: list[Tensor], norm: Tensor) -> Tensor:
 
 
 class NamedNorms:
-    """The gradients whose norms have names; arguments as for :func:`norms_by_name`.
+    """Gradients and the names of their norms; the arguments are those of :func:`norms_by_name`.
 
-    `names` are those of parameters that are given without.
+    `names`, one for each parameter, replaces the names that the parameters come with.
 
-    Raises as :func:`clip_`; later, in `measure`, where other processes wait for the norms.
+    Raises as :func:`clip_` does, but only in `measure` where other processes wait for the norms.
 
     Attributes:
-        gradients: with their plan.
-        names: of all norms, in order.
+        gradients: the measured gradients, with their plan.
+        names: the names of all norms, in order.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class NamedNorms:
         *,
         names: Sequence[str] | None = None,
     ) -> None:
-        # By parameter, so that a group counts one that has two names in it once; None where every
-        # name has one gradient, in order.
+        # The parameters of each name by id, so that a group counts a parameter with two names once.
+        # None where every name has one gradient, in order.
         self._members: dict[str, dict[int, Tensor]] | None = None
         items, label_of = labelled(parameters)
         if names is not None:
@@ -194,17 +194,17 @@ class NamedNorms:
         self.names = list(self._members)
 
     def measure(self, p: float, grad_scale: float | Tensor) -> Tensor:
-        """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
+        """The p-norm of each gradient, 1-d; raises the error of this or of another process."""
         norm = Norm(p, each=True)
         return execute.measured_norm(self.gradients, norm, grad_scale, call="norms_by_name")
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
-        """The p-norms by name, from those of each gradient."""
-        # Without Python code of Tensor.__iter__.
+        """The p-norm of each name, from the p-norms of the gradients."""
+        # Iterating a tensor would run Python code of torch.
         return self._by_name(norms.unbind(), lambda members: _combined(members, p, norms))
 
     def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
-        """As `by_name`, where the host decides."""
+        """Like `by_name`, for norms that the host has read."""
         return self._by_name(norms, lambda members: combine_numbers(members, p) if members else 0.0)
 
     def parameters(self) -> list[list[Tensor]]:
@@ -225,7 +225,7 @@ class NamedNorms:
 
 
 def is_measured(parameter: Tensor) -> bool:
-    """Whether a parameter has a norm: 0 where it has no gradient."""
+    """Whether a parameter gets a norm, which is 0 if it has no gradient."""
     needs = parameter.requires_grad or parameter.grad is not None
     return needs and needs_clip(parameter)
 
@@ -242,7 +242,7 @@ def _group(name: str, group_of: Callable[[str], str] | None) -> str:
 
 
 def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:
-    """The norm of gradients from the norm of each."""
+    """The p-norm of several gradients together, from the norm of each."""
     if not norms:
         return like.new_zeros(())
     return combine(torch.stack(norms).to(wide_dtype(like.device)), p).to(like.dtype)

@@ -1,8 +1,8 @@
 """Settings of a process: environment variables, `use_backend` and `verify`.
 
-The only reader of the environment. Variables are read at every call, so that a change takes effect
-with the next call. They are read from the mapping behind `os.environ`: `os.environ` itself encodes
-a key and decodes a value at each look-up, which is slow beside all else here.
+Variables are read at every call, so that a change takes effect with the next call. We read the
+mapping behind `os.environ`, because `os.environ` itself encodes the key and decodes the value at
+each look-up, which is slow compared with everything else here.
 """
 
 import inspect
@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 BACKENDS = ("auto", "triton", "native", "torch")
 
-# The mapping behind os.environ and the form of its keys; os.environ on a Python without them.
+# The mapping behind os.environ and how it encodes keys; os.environ itself if these are missing.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _key = getattr(os.environ, "encodekey", str) if _variables is not os.environ else str
 _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
@@ -31,7 +31,7 @@ _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
 
 
 class Settings(NamedTuple):
-    """The settings of a call: one of BACKENDS, and whether every result is checked."""
+    """The settings of a call: its backend, one of BACKENDS, and whether its result is checked."""
 
     backend: str
     verifying: bool
@@ -40,11 +40,11 @@ class Settings(NamedTuple):
 class Block:
     """A setting that holds in a `with` block, or in every call of a function that it decorates.
 
-    A context variable gets a value. Messages show the call that made this, and the environment
-    variable for a whole program. It warns when it is deleted without use.
+    It gives a context variable a value. Messages show `call`, which made the block, and
+    `elsewhere`, the setting for a whole program. A block that is deleted without use warns.
     """
 
-    # The default is for an object whose __init__ did not run.
+    # The default that __del__ finds if __init__ did not run.
     _is_used = True
 
     def __init__(self, variable: ContextVar[Any], value: object, call: str, elsewhere: str) -> None:
@@ -61,9 +61,9 @@ class Block:
         self._variable.reset(self._tokens.pop())
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """The function with the setting in every call of it.
+        """Wraps a function so that the setting holds in every call.
 
-        TypeError for a generator or a coroutine, which runs after its call.
+        Raises TypeError for a generator or a coroutine, whose code runs after the call.
         """
         self._is_used = True
         if (
@@ -112,10 +112,10 @@ def use_backend(name: str) -> Block:
             the C extension was built, else torch.
 
     Returns:
-        A context manager, also a decorator of functions. It warns if it is used as neither.
+        A context manager that can also decorate functions. It warns if it is used as neither.
 
     Raises:
-        ValueError: another name.
+        ValueError: a name that is no backend.
         RuntimeError: inside the block, by a call whose tensors the backend cannot serve.
     """
     name = _checked(name, "use_backend")
@@ -125,10 +125,10 @@ def use_backend(name: str) -> Block:
 def verify() -> Block:
     """Checks every call in a block against the torch backend in float64.
 
-    Norms may differ by 1e-6 in relative terms, or 1e-12 if all gradients are float64, and elements
-    by twice as much and their rounding. Processes that share a norm first compare the call, its
-    rule and arguments, and the parameters. Slow, and it waits for the device. Of the torch backend
-    itself it checks the rounding. For a whole program set TRITONCLIP_VERIFY=1.
+    Norms may differ by 1e-6 in relative terms, or 1e-12 if all gradients are float64; elements may
+    differ by twice as much plus their rounding. Processes that share a norm first compare the call,
+    its rule and arguments, and the parameters. The check is slow and waits for the device. With the
+    torch backend it checks only the rounding. For a whole program set TRITONCLIP_VERIFY=1.
 
     Example:
         >>> import torch, tritonclip
@@ -140,20 +140,20 @@ def verify() -> Block:
         tensor(10.)
 
     Returns:
-        A context manager, also a decorator of functions. It warns if it is used as neither.
+        A context manager that can also decorate functions. It warns if it is used as neither.
 
     Raises:
-        VerificationError: inside the block, by the call whose result differs: names the first
-            gradients, their indices, and both values. The gradients are then as the call left them.
-        ValueError: on each of several processes, by a call in which they differ.
+        VerificationError: inside the block, by the call whose result differs. It names the first
+            gradients, their indices, and both values. The gradients stay as the call left them.
+        ValueError: on every process that shares a norm, by a call in which they differ.
     """
     return Block(_verifying, True, "verify()", "TRITONCLIP_VERIFY=1")
 
 
 def current() -> Settings:
-    """The backend and verification asked for: by a block, else by a variable, else auto and no.
+    """Returns the settings: those of a block, else of the variables, else auto and no check.
 
-    ValueError for a variable that names no backend, or is neither a yes nor a no.
+    Raises ValueError for a variable that names no backend, or means neither yes nor no.
     """
     return _combined(
         _chosen_backend.get(), _variables.get(_BACKEND), _verifying.get(), _variables.get(_VERIFY)
@@ -172,7 +172,7 @@ def _combined(
     verifying: bool,
     verify_variable: str | bytes | None,
 ) -> Settings:
-    """The settings by values of blocks, None and False outside of any, and of variables."""
+    """Combines the values of blocks, which are None and False outside of any, with variables."""
     if backend is None:
         name = os.fsdecode(backend_variable or b"").lower() or "auto"
         backend = _checked(name, "TRITONCLIP_BACKEND")

@@ -1,4 +1,4 @@
-"""Drop-in replacements of torch.nn.utils: its signatures, messages and warnings."""
+"""Drop-in replacements for torch.nn.utils, with its signatures, messages and warnings."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_to
 
 
 def _is_of_torch(function: object) -> bool:
-    """Whether it is a function of torch, and nothing that replaces one."""
+    """Whether this is a function that torch defines, rather than a replacement of one."""
     if not isinstance(function, FunctionType):
         return False
     return str(function.__globals__.get("__name__")).startswith("torch.")
 
 
 def _copy_of(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
-    """A function of torch, and those that it wraps, with the globals of a scope."""
+    """Copies a function of torch, and the functions it wraps; those of `clip_grad` use `scope`."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     closure = [CellType(_copy_of(c, scope) if _is_of_torch(c) else c) for c in cells]
     own = function.__globals__
@@ -58,12 +58,12 @@ def _copy_of(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
     return copy
 
 
-# The objects that every module shares, unless something replaced them before; torch's functions
-# call each other by private names.
+# torch's function objects, which all modules share; those that something replaced before are left
+# out. Two of them have private names in clip_grad, by which torch's functions call each other.
 torchs: dict[str, FunctionType] = {}
-# Copies of torch's functions, which call each other, whatever `patch_torch` does to theirs.
+# Copies of torch's functions that call one another, so that `patch_torch` does not change them.
 originals: dict[str, Callable[..., Tensor]] = {}
-# Without the module's name, by which torch.compile would look its functions up.
+# Without __name__, because torch.compile would look the functions up in the module of that name.
 _scope = {key: value for key, value in vars(clip_grad).items() if key != "__name__"}
 for _name in NAMES:
     _found: Any = getattr(clip_grad, _name, None) or getattr(clip_grad, f"_{_name}", None)
@@ -101,10 +101,10 @@ def clip_grad_norm_(
         tensor(8.)
 
     Args:
-        parameters: tensors, a module, (name, parameter) pairs as for :func:`clip_`.
+        parameters: tensors, a module, or (name, parameter) pairs, as for :func:`clip_`.
         max_norm: the largest norm of all gradients together, 0 or more.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude; also
-            as text. Calls with an order below 1 are torch's own, on parameters that need clipping.
+        norm_type: the order of the norm, a number or text: 2 is the Euclidean norm, inf the largest
+            magnitude. For orders below 1 torch's own function clips parameters that need it.
         error_if_nonfinite: raises RuntimeError if the norm is NaN or inf, and changes nothing. The
             host waits for the device.
         foreach: accepted for compatibility; there is one implementation.
@@ -113,8 +113,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm, 0-d; float64 if any gradient is float64, else float32; on the first gradient's
-        device. With DTensors among the gradients a DTensor, replicated on the mesh of the first
-        one, as torch returns it; docs/distributed.md has more.
+        device. If there are DTensors among the gradients, the norm is a DTensor, replicated on the
+        mesh of the first one, as torch returns it; see docs/distributed.md.
 
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
@@ -173,7 +173,7 @@ def clip_grad_value_(
     bound = clip_value if type(clip_value) is float else _as_float("clip_value", clip_value)
     bound = as_limit("clip_value", bound)
     if not bound:
-        # Warns by this name.
+        # This warns of a bound of 0, and calls it clip_value.
         as_limit_or_schedule("clip_value", bound)
     clip_gradients_(clip_, parameters, rule_of(ClipByValue, -bound, bound), "propagate")
 
@@ -199,8 +199,8 @@ def get_total_norm(
         tensor(10.)
 
     Args:
-        tensors: the gradients themselves, floating-point or complex, of which None is left out
-            (parameters would give the norm of the weights).
+        tensors: the gradients themselves (parameters would give the norm of the weights),
+            floating-point or complex. None is left out.
         norm_type: the order of the norm, as for :func:`clip_grad_norm_`.
         error_if_nonfinite: raises RuntimeError if the norm is NaN or inf.
         foreach: accepted for compatibility.
@@ -209,8 +209,8 @@ def get_total_norm(
 
     Returns:
         The norm, 0-d; float64 if any tensor is float64, else float32; on the first tensor's device.
-        With DTensors among the tensors a DTensor, replicated on the mesh of the first one; of a
-        pipeline stage the norm over its mesh, as in torch.
+        If there are DTensors among the tensors, the norm is a DTensor, replicated on the mesh of
+        the first one; a pipeline stage gets the norm over its mesh, as in torch.
 
     Raises:
         TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping
@@ -251,7 +251,7 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scales gradients in place by `min(1, max_norm / (total_norm + eps))`.
 
-    For a norm *before* clipping that is already known. A drop-in replacement of
+    Use it when the norm *before* clipping is already known. A drop-in replacement of
     `torch.nn.utils.clip_grads_with_norm_`.
 
     Example:
@@ -267,12 +267,12 @@ def clip_grads_with_norm_(
         parameters: as for :func:`clip_grad_norm_`.
         max_norm: the largest norm of all gradients together, 0 or more.
         total_norm: the norm of the gradients: a number, or a one-element floating-point tensor on
-            any device, also a DTensor as torch returns. A negative one raises ValueError; on a
-            device, where reading it would wait, it counts by its magnitude.
+            any device, also a DTensor as torch returns. A negative norm raises ValueError, except
+            off the CPU, where reading it would wait: there its magnitude counts.
         foreach: accepted for compatibility.
         eps: added to the norm; with 0, as in Paddle and TensorFlow, gradients whose norm equals
             `max_norm` do not change.
-        process_group: as for :func:`clip_`; nothing is sent.
+        process_group: as for :func:`clip_`, but nothing is sent.
         copies: as for :func:`clip_`.
 
     Raises:
@@ -291,7 +291,7 @@ def clip_grads_with_norm_(
         if hasattr(total_norm, "full_tensor"):
             total_norm = cast(Tensor, total_norm.full_tensor())
         check_one_float("total_norm", total_norm)
-        # Only where it can be read at no cost.
+        # Elsewhere the host would have to wait for the sign.
         if total_norm.device.type == "cpu" and (number := float(total_norm.detach())) < 0:
             raise ValueError(f"total_norm must be 0 or more, got {number}")
     else:
@@ -305,14 +305,14 @@ def clip_grads_with_norm_(
 def _clip_grad_norm_(
     parameters: Parameters, rule: ClipByGlobalNorm, *, nonfinite: str, **options: Any
 ) -> Tensor:
-    """`clip_grad_norm_` with the arguments of `clip_`, for a graph that breaks."""
+    """`clip_grad_norm_` with the arguments of `clip_`, called where a graph breaks."""
     given = {name: value for name, value in options.items() if value is not None}
     max_norm: Any = rule.max_norm
     return clip_grad_norm_(parameters, max_norm, rule.norm_type, nonfinite == "error", **given)
 
 
 def _is_torchs(order: float, process_group: object, copies: object) -> bool:
-    """Whether torch's own function serves an order; ValueError over processes unknown to it."""
+    """Whether torch's own function serves this order; ValueError if processes share the norm."""
     if not (type(order) is float and order < 1):
         return False
     if process_group is None and copies is None:
@@ -321,10 +321,10 @@ def _is_torchs(order: float, process_group: object, copies: object) -> bool:
 
 
 def _as_float(name: str, number: object) -> float:
-    """Converts a number as torch does: text and one-element tensors count.
+    """Converts a number as torch does, which accepts text and one-element tensors.
 
-    Python's booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError
-    that says where; errors of conversion are of Python's kinds.
+    Python's booleans pass through, because rules refuse them. An argument in the wrong place raises
+    a TypeError that says where it belongs; failed conversions raise Python's kinds of errors.
     """
     if type(number) is float or isinstance(number, bool):
         return number
