@@ -153,7 +153,11 @@ VALUES: list[tuple[Callable[[], object], str]] = [
         lambda: on_one(tritonclip.clip_grad_value_, (-1, 1)),
         "clip_(parameters, ClipByValue(-0.5, 0.5))",
     ),
-    (lambda: ClipByQuantile(90), "must lie between 0 and 1, got 90.0; write 0.9 for 90%"),
+    (
+        lambda: on_one(clip_, [("bias", torch.nn.Parameter(torch.ones(2)))]),
+        "parameters come first: clip_(parameters, 1.0)",
+    ),
+    (lambda: ClipByQuantile(99), "must lie between 0 and 1, got 99.0; write 0.99 for 99%"),
 ]
 
 

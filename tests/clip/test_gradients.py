@@ -145,9 +145,10 @@ def test_clip_takes_gradients_that_lie_between_one_another(device, rule):
 
 
 @pytest.mark.parametrize("clip", [0.5, ClipByValue(0.1)], ids=["norm", "value"])
-def test_clip_writes_an_element_of_a_row_and_a_column_once(device, clip):
-    grid = normal((8, 5), device=device)
-    check_clip([grid[:, 3], grid[2]], clip)
+@pytest.mark.parametrize(("n_rows", "row", "column"), [(8, 2, 3), (2, 0, 0)])
+def test_clip_writes_an_element_of_a_row_and_a_column_once(device, clip, n_rows, row, column):
+    grid = normal((n_rows, 5), device=device)
+    check_clip([grid[:, column], grid[row]], clip)
 
 
 def test_clip_of_interleaved_columns_takes_linear_time():
