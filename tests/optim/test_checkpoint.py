@@ -324,16 +324,19 @@ class _Around(Optimizer):
         self.step, self.zero_grad = optimizer.step, optimizer.zero_grad  # type: ignore[method-assign]
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("around", [lambda optimizer: optimizer, _Around], ids=["alone", "around"])
 @pytest.mark.parametrize("name", ["AdamW", "stateless"])
 @pytest.mark.parametrize("clip", [None, 0.02, ClipByNorm(0.02), ClipByOwnQuantile()], ids=repr)
-def test_flattened_groups_with_a_rule_load_by_set_state_dict_alone(name, clip, around):
+def test_flattened_groups_with_a_rule_load_by_set_state_dict_alone(name, clip, around, frozen):
     """From a file of torch.save, too, where no template has been made before."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     first, second = program(OPTIMIZERS[name]), program(OPTIMIZERS[name], seed=9)
-    for _, optimizer in (first, second):
+    for model, optimizer in (first, second):
         optimizer.param_groups[0]["clip"] = clip
+        model[0].weight.requires_grad_(not frozen)
     train(*first, range(2))
     saved = torch_saved(checkpoint_of(*first, flatten=True)["optimizer"], weights_only=True)
     options = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -217,8 +217,8 @@ class Outlier(Adaptive):
         All of it takes as long as a few operators.
         """
         after = [norm, *state[:-1]] if self.counts(norm) else state
-        # Slots that are still empty are the last ones.
-        norms = state if state[-1] == state[-1] else [known for known in state if known == known]
+        # Empty slots are NaN.
+        norms = [known for known in state if known == known]
         n = len(norms)
         if n < self.window // 2:
             return math.inf, after
