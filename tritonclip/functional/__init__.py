@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-# Hidden from type checkers, which would let every name pass.
+# Hidden from type checkers, which would otherwise accept every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

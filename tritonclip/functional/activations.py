@@ -16,10 +16,9 @@ from tritonclip.rules import ClipByNorm, ClipByValue, rule_for_one
 def clip_backward(x: Tensor, rule: ClipByNorm | ClipByValue) -> Tensor:
     """Returns `x` unchanged; clips the gradient of this activation on its way through backward.
 
-    For parameters, whose gradients flow no further, :func:`~tritonclip.clip_on_backward_`.
-
-    For recurrent networks, call it on the state at every time step: gradients then cannot grow from
-    step to step.
+    In a recurrent network, call it on the state at every time step, so that gradients cannot grow
+    from step to step. For parameters, whose gradients flow no further, use
+    :func:`~tritonclip.clip_on_backward_`.
 
     Example:
         >>> import torch, tritonclip
@@ -35,24 +34,24 @@ def clip_backward(x: Tensor, rule: ClipByNorm | ClipByValue) -> Tensor:
         tensor([1., 1.])
 
     Args:
-        x: a plain strided tensor; its gradient is clipped as a whole, all examples of a batch by
-            one norm.
+        x: a plain strided tensor. Its gradient is clipped as a whole, so that all examples of a
+            batch share one norm.
         rule: :class:`ClipByNorm` or :class:`ClipByValue`, with a number as its limit. The gradient
             is clipped by :func:`functional.clip_by_norm` or :func:`functional.clip_by_value`, which
-            have no `eps`: that of the rule counts as 0.
+            have no `eps`, so the rule's `eps` counts as 0.
 
     Returns:
         A view of `x`. In forward-mode differentiation its tangent is not clipped.
 
     Raises:
-        TypeError: an `x` that is no plain tensor; a rule for several gradients, a number among
-            them; ClipByValue for a complex `x`.
+        TypeError: an `x` that is no plain tensor; a rule for several gradients, or a number, which
+            would be one; ClipByValue for a complex `x`.
         ValueError: a rule whose limit is a function of the step.
 
     Notes:
         NaN and inf spread as with nonfinite="propagate". The clipped gradient is a new tensor, so
-        that no gradient is overwritten that something else holds. With `create_graph=True` the
-        clipping itself is differentiated. torch.compile breaks the graph.
+        no gradient that other code holds is overwritten. With `create_graph=True` the clipping
+        itself is differentiated. torch.compile breaks the graph.
 
     References:
         Graves, `Generating sequences with recurrent neural networks
@@ -78,7 +77,7 @@ def clip_backward(x: Tensor, rule: ClipByNorm | ClipByValue) -> Tensor:
     return result
 
 
-# No hook of the view, which an operator in place on the view would drop in silence.
+# A hook on the view would not do, because an in-place operator on the view drops it silently.
 class _Clipping(torch.autograd.Function):
     generate_vmap_rule = True
 

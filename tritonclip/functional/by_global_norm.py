@@ -19,7 +19,7 @@ T = TypeVar("T")
 def global_norm(tensors: Any) -> Tensor:
     """Measures the 2-norm of all elements of all tensors; differentiable.
 
-    With the absolute values of complex elements::
+    Complex elements count by their absolute values::
 
         norm = sqrt(sum((abs(x) ** 2).sum() for x in tensors))
 
@@ -38,8 +38,8 @@ def global_norm(tensors: Any) -> Tensor:
         tensors: as for :func:`clip_by_global_norm`.
 
     Returns:
-        A 0-d tensor on the first tensor's device; float64 if any tensor is float64, else float32. 0
-        without any. Differentiable; the derivative at 0 is 0.
+        A 0-d tensor on the first tensor's device; float64 if any tensor is float64, else float32.
+        It is 0 if there are no tensors. Differentiable; the derivative at 0 is 0.
 
     Raises:
         TypeError: a leaf that is no plain floating-point or complex tensor.
@@ -86,16 +86,16 @@ def clip_by_global_norm(
         max_norm: the largest norm over all tensors, 0 or more: a number or a one-element tensor,
             which may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
             reading it would wait, the result is undefined.
-        use_norm: a norm that is known, used in place of a computed one; checked as `max_norm` is.
+        use_norm: a known norm, used instead of a computed one; a tensor may be NaN.
 
     Returns:
-        The same structure with new tensors, which share no memory with `tensors`, in their dtypes;
-        None stays None. And the norm before clipping, or `use_norm`: a 0-d tensor, float64 where
-        any tensor is, else float32, on the first tensor's device.
+        The same structure with new tensors of the same dtypes, which share no memory with
+        `tensors`; None stays None. And the norm before clipping, or `use_norm`: a 0-d tensor,
+        float64 if any tensor is float64, else float32, on the first tensor's device.
 
     Raises:
         TypeError: a leaf that is no plain floating-point or complex tensor.
-        ValueError: a limit or a norm that is negative or NaN, or has several elements.
+        ValueError: a limit or a known norm that is negative, NaN or has several elements.
 
     Notes:
         There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN;

@@ -1,4 +1,4 @@
-"""Clipping each tensor by its own norm: whole, by dimensions, by average, by root mean square."""
+"""Clipping each tensor by its norm, by norms over dimensions, by average norm, or by RMS."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def clip_by_norm(
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, and classes
             registered with `torch.utils._pytree`. Each tensor is clipped by its own norm. Real or
             complex, strided; any dtypes and devices, but no float8.
-        max_norm: the largest norm, 0 or more; a floating-point tensor where limits differ or have
-            derivatives: of one element, or, with `dim`, one that broadcasts to the norms. A
-            negative or NaN element raises on a CPU; elsewhere, where reading it would wait, the
-            result is undefined.
-        dim: dimensions over which a norm is taken, one norm for each index of the others, as the
-            axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
-            a batch. None: all.
+        max_norm: the largest norm, 0 or more: a number, or a floating-point tensor, which may have
+            a derivative. It has one element or, with `dim`, broadcasts to the norms. A negative or
+            NaN element raises on a CPU; elsewhere, where reading it would wait, the result is
+            undefined.
+        dim: the dimensions over which each norm is taken, like TensorFlow's `axes`: `dim=1` clips
+            each row of a matrix, `dim=(1, 2, 3)` each example of a batch. By default one norm is
+            taken over all dimensions.
         norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
             number from 1 to inf.
 
     Returns:
-        The same structure with new tensors, which share no memory with `x`, in its dtypes.
+        The same structure with new tensors of the same dtypes, which share no memory with `x`.
 
     Raises:
         TypeError: a leaf that is no plain floating-point or complex tensor.
@@ -91,7 +91,7 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
 
         y = x * min(1, max_norm / (norm(x) / n))
 
-    The average norm of TensorFlow, which is not the root mean square: :func:`clip_by_rms` is.
+    TensorFlow's average norm is not the root mean square, which :func:`clip_by_rms` limits.
 
     Example:
         >>> import torch
@@ -108,8 +108,8 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
         max_norm: the largest average norm, 0 or more: a number or a one-element tensor.
 
     Returns:
-        The same structure with new tensors, in its dtypes. NaN, inf and derivatives are as those of
-        :func:`clip_by_norm`.
+        The same structure with new tensors of the same dtypes. NaN, inf and derivatives behave as
+        in :func:`clip_by_norm`.
 
     Raises:
         TypeError, ValueError: as :func:`clip_by_norm`.
@@ -142,8 +142,8 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         max_rms: the largest root mean square, 0 or more: a number or a one-element tensor.
 
     Returns:
-        The same structure with new tensors, in its dtypes. NaN, inf and derivatives are as those of
-        :func:`clip_by_norm`.
+        The same structure with new tensors of the same dtypes. NaN, inf and derivatives behave as
+        in :func:`clip_by_norm`.
 
     Raises:
         TypeError, ValueError: as :func:`clip_by_norm`.
@@ -158,7 +158,7 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
 def _clip_each(
     x: T, max_norm: float | Tensor, name: str, *, norm_type: float = 2.0, power: float = 0.0
 ) -> T:
-    """Each tensor by its own norm, divided by its number of elements to a power."""
+    """Clips each tensor by its norm, divided by its number of elements to a power."""
     tree = Tree(x, "x")
     made = c_loops.clipped_each(tree.leaves, max_norm, norm_type, power)
     if made is not None:
@@ -175,7 +175,7 @@ def _clip_each(
 def _clip_slices(
     x: Tensor, limit: float | Tensor, norm_type: float, dims: tuple[int, ...]
 ) -> Tensor:
-    """A tensor by one norm for each index of the dimensions that are not among `dims`."""
+    """Clips a tensor by norms over `dims`, one for each index of the other dimensions."""
     dtype = result_dtype([x])
     recorded = is_recorded([x, limit] if isinstance(limit, Tensor) else [x])
     norms = (formulas.norm_of if recorded else _norms_over)(x, norm_type, dims)
@@ -185,13 +185,13 @@ def _clip_slices(
     real, factor = formulas.real_of(x), coefficient.to(arithmetic_of(x.dtype.to_real()))
     if x.is_complex():
         factor = factor.unsqueeze(-1)
-    # With `out`, half types are multiplied in float32.
+    # With `out`, torch multiplies half types in float32 and rounds once.
     product = torch.mul(real, factor, out=torch.empty_like(real))
     return torch.view_as_complex(product) if x.is_complex() else product
 
 
 def _norms_over(x: Tensor, norm_type: float, dims: tuple[int, ...]) -> Tensor:
-    """As `formulas.norm_of`; on a CPU in pieces, whose temporaries in float64 stay in cache."""
+    """Like `formulas.norm_of`, but on a CPU in pieces whose float64 temporaries stay in cache."""
     others = [d for d in range(x.dim()) if d not in dims]
     if not choose.host_decides(x.device) or x.numel() <= PIECE or not others:
         return formulas.norm_of(x, norm_type, dims)
@@ -201,7 +201,7 @@ def _norms_over(x: Tensor, norm_type: float, dims: tuple[int, ...]) -> Tensor:
 
 
 def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
-    """Dimensions of `x`, from 0 on."""
+    """Checks `dim` and counts negative dimensions of `x` from the front."""
     several = isinstance(dim, Iterable) and not isinstance(dim, str | Tensor)
     given: tuple[Any, ...] = tuple(dim) if several else (dim,)  # type: ignore[arg-type]
     if not all(isinstance(d, Integral) and not isinstance(d, bool) for d in given):

@@ -1,4 +1,4 @@
-"""Clipping each element to bounds: numbers, tensors that broadcast, or one bound."""
+"""Clipping each element to one or two bounds, which are numbers or tensors that broadcast."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     Args:
         x: a tensor, or a nested structure of tensors and None, as for :func:`clip_by_norm`.
             Floating-point or integer, strided; any dtypes and devices, but no float8.
-        *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
+        *bounds: both `min` and `max`: `clip_by_value(x, -0.5, 0.5)`. A single bound must be named,
             because :class:`~tritonclip.ClipByValue` takes a single number for both sides.
         min: the least value: a number, a tensor that broadcasts to each tensor of `x`, or None for
-            no bound. -inf counts as none.
-        max: the largest value, alike; inf counts as none.
+            no bound. -inf counts as no bound.
+        max: the largest value, of the same kinds; inf counts as no bound.
 
     Returns:
-        The same structure with new tensors, which share no memory with `x`, in its dtypes.
+        The same structure with new tensors of the same dtypes, which share no memory with `x`.
 
     Raises:
-        TypeError: a leaf that is no plain real tensor, a bound that is no real number or tensor, a
+        TypeError: a leaf that is no plain real tensor; a bound that is no real number or tensor; a
             single bound without its name.
         ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast; a
             fraction for integers.
 
     Notes:
-        Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where
-        bounds that are tensors cross, so that `min > max`, the result is `max`, as of
-        `torch.clamp`. Derivatives of first and second order exist everywhere, also in the bounds,
-        see docs/recipes.md.
+        Bounds are first rounded to the dtype of `x`, where a finite number stays finite. Where
+        bounds that are tensors cross, so that `min > max`, the result is `max`, as in
+        `torch.clamp`. Derivatives of first and second order exist everywhere, also with respect to
+        the bounds, see docs/recipes.md.
 
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.
     """
     min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
-    # A tree would take a fifth of the time of one small tensor.
+    # For one small tensor, making a tree would take a fifth of the time.
     quick: T | None = c_loops.clamped(x, min, max)
     if quick is not None:
         return quick
@@ -82,7 +82,7 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
 def _clamped_leaves(
     tree: Tree, low: float | Tensor | None, high: float | Tensor | None
 ) -> list[Tensor]:
-    """The tensors of a tree within bounds, by operators."""
+    """Clamps the tensors of a tree by PyTorch operators."""
     values = tree.check()
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return [clamped(value, low, high) for value in values]
@@ -96,7 +96,7 @@ def _clamped_leaves(
 
 
 def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bound]:
-    """Bounds that were not both passed by position."""
+    """Returns `min` and `max` where they were not both passed by position."""
     if not bounds:
         return min, max
     if len(bounds) == 1 and min is None and max is not None:
@@ -112,14 +112,14 @@ def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bo
 
 
 def _clamped_by_numbers(x: Tensor, least: float | None, most: float | None) -> Tensor:
-    """In one pass, by an operator whose derivative on a bound is 1, and that of NaN is 0."""
+    """Clamps in one pass; torch's derivatives, 1 on a bound and 0 at NaN, are not ours."""
     if least is None and most is None:
         return x.clone()
     return torch.clamp(x, least, most)
 
 
 def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
-    """The user's bound; None also for `none`, which bounds nothing."""
+    """Checks the user's bound; None also for `none`, the infinity that bounds nothing."""
     if bound is None:
         return None
     if isinstance(bound, Tensor):
@@ -127,7 +127,7 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
             raise TypeError(f"{name} must be a real tensor or a number, got {bound.dtype}")
         return bound
     if type(bound) is int:
-        # A float might not hold it.
+        # A float might not represent it exactly.
         return bound
     number = as_number(name, bound)
     if number != number:
@@ -136,7 +136,7 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
 
 
 def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
-    """As `torch.clamp`, but on a bound with the mean of the derivatives of both sides."""
+    """Like `torch.clamp`, but the derivative on a bound is the mean of both sides."""
     least, most = _as_tensor("min", low, x), _as_tensor("max", high, x)
     if least is None:
         return x.clone() if most is None else torch.minimum(x, most)
@@ -146,12 +146,12 @@ def clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) 
     y = torch.minimum(y, most)
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and low != high:
         return y
-    # Between equal bounds nothing moves; NaN stays.
+    # Between equal bounds the result does not depend on x, unless x is NaN, which stays.
     return torch.where((least == most) & (x == x), most, y)
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:
-    """A bound as a tensor of the dtype and device of `x`, 0-d for a number; None for none."""
+    """A bound as a tensor of `x`'s dtype and device, 0-d for a number; None for no bound."""
     if not isinstance(bound, Tensor):
         number = _within(bound, x.dtype)
         return None if number is None else filled(number, x.dtype, x.device)

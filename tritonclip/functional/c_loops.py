@@ -1,8 +1,8 @@
-"""Out-of-place clipping by the loops in C, of plain tensors that need no derivative.
+"""Out-of-place clipping of plain tensors that need no derivative, by the loops in C.
 
-One call reads all leaves, a tensor or a list of tensors and None, makes new tensors and writes to
-them. It returns None for what it leaves to others: tensors off the CPU, of other dtypes, with gaps
-between elements, or in derivatives; limits that are no numbers on the CPU.
+A call takes all leaves, which are a tensor or a list of tensors and None, and writes to new tensors
+that it makes. It returns None if the loops cannot serve it: for tensors off the CPU, of other
+dtypes, with gaps between elements or with derivatives, and for limits that are no numbers on a CPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tritonclip.backends.native import CODES, ORDERS, loops, may_share
 from tritonclip.engine.memory import OFFSETS
 from tritonclip.modes import is_observed
 
-# Of complex tensors, pairs of reals are read.
+# Complex tensors are read as pairs of reals.
 _PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def introduce(exchange: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)) -> None:
-    """Tells the loops of PyTorch, which DLPack's functions for C, `exchange`, read fastest."""
+    """Registers PyTorch with the loops; with DLPack's C functions, `exchange`, they read faster."""
     loops.register_torch(
         Tensor,
         Parameter,
@@ -45,7 +45,7 @@ if loops is not None:
 
 
 def serve() -> bool:
-    """Whether the loops may serve a call: they are chosen, and nothing has to see each operator."""
+    """Whether the loops may serve a call: they are chosen, and nothing observes the operators."""
     if is_dynamo_compiling() or is_observed() or loops is None:
         return False
     backend, verifying = settings.current()
@@ -53,12 +53,12 @@ def serve() -> bool:
 
 
 def clamped(leaves: Any, low: object, high: object) -> Any:
-    """New tensors within bounds, numbers or None."""
+    """Clamps to bounds that are numbers or None; returns new tensors."""
     return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
 
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
-    """New tensors, scaled to a limit of the norm of all, and that norm, or the one given."""
+    """Limits the norm of all tensors; returns new tensors, and this norm or the one given."""
     if not serve():
         return None
     limit, norm = _number_of(limit), _number_of(norm)
@@ -68,8 +68,7 @@ def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tenso
 def clipped_each(
     leaves: Any, limit: object, norm_type: object = 2.0, power: float = 0.0
 ) -> tuple[Any, list[float]] | None:
-    """New tensors, each scaled to a limit of its norm over numel**power, and the norms."""
-    # The power is 0, 0.5 or 1.
+    """Limits each norm over numel**power, 0, 0.5 or 1; returns new tensors and the norms."""
     if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
         return None
     limit = _number_of(limit)
@@ -77,7 +76,7 @@ def clipped_each(
 
 
 def _number_of(limit: object) -> object:
-    """A limit as a number, if it is a tensor that the host can read and nothing differentiates."""
+    """Reads a limit that is a one-element tensor on the CPU and is not differentiated."""
     if type(limit) is not Tensor or limit.dtype not in CODES or not limit.is_cpu:
         return limit
     is_recorded = limit.requires_grad and torch.is_grad_enabled()
@@ -107,5 +106,5 @@ def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
     unknown = loops.unit_norms(
         addresses, lengths.tobytes(), CODES[dtype], threads, counts, norms.data_ptr()
     )
-    # Some norms of float64 are of extreme magnitudes.
+    # Norms of float64 are unknown where squares are too large or too small.
     return None if unknown else norms

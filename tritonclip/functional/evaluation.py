@@ -1,6 +1,6 @@
-"""How a clip by norms is evaluated: by its formula, or by the engine.
+"""Evaluation of a clip by norms, either by its formula or by the engine.
 
-The formula serves where operators on the tensors are recorded, batched or traced, and so gives
+Where operators on the tensors are recorded, batched or traced, the formula is used, because it has
 derivatives of every order. Elsewhere the engine clips copies in place.
 """
 
@@ -30,20 +30,20 @@ _get_requires_grad = attrgetter("requires_grad")
 
 
 def is_readable(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have memory to read now; says once where kernels would have served them."""
+    """Whether tensors have memory to read now; warns once where kernels would have served them."""
     if is_traced() or is_jit_traced():
         return False
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and forward_ad._current_level < 0:
         return True
     for device in {x.device for x in tensors}:
-        # For its warning, or its error.
+        # This is called for its warning or error.
         choose.backend_name(device)
     return False
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
-    """Whether each operator on these tensors counts: for autograd, a transform or a tracer."""
+    """Whether autograd, a transform or a tracer has to see each operator on these tensors."""
     if not is_readable(tensors):
         return True
     return torch.is_grad_enabled() and True in map(_get_requires_grad, tensors)
@@ -69,15 +69,15 @@ def clip(
     """Scales at least one tensor to a limit, in new memory.
 
     Args:
-        tensors: plain ones, which count each time that they occur.
-        limit: of the norm: a number, or 0-d.
-        norm_type: p of the p-norm.
-        each: clips each tensor by its own norm, in place of all by one.
-        power: of the number of elements, 0, 0.5 or 1, by which a tensor's own norm is divided.
-        norm: is used in place of a measured one, if it is given.
+        tensors: plain tensors, which count each time that they occur.
+        limit: the largest norm: a number or a 0-d tensor.
+        norm_type: the p of the p-norm.
+        each: clips each tensor by its own norm, instead of all tensors by one.
+        power: 0, 0.5 or 1; with `each`, norms are divided by numel**power.
+        norm: a known norm, used instead of a measured one.
 
     Returns:
-        The clipped tensors, and the norm before, undivided: 0-d, or 1-d.
+        The clipped tensors, and the norm before clipping, not divided: 0-d, or 1-d with `each`.
     """
     given = [value for value in (limit, norm) if isinstance(value, Tensor)]
     if is_recorded([*tensors, *given]):
@@ -90,7 +90,7 @@ def clip(
         return copies, measured
     wide = partial(formulas.as_wide, dtype=result_dtype(tensors), device=gradients.device)
     measured = wide(norm)
-    # 0/0 counts as 0.
+    # The coefficient 0/0 counts as 0.
     are_zeros = (measured == 0) & (wide(limit) == 0)
     execute.scale_(gradients, rule, torch.where(are_zeros, 1.0, measured))
     return copies, measured
@@ -106,11 +106,11 @@ class _Limit(Rule):
         self._limit, self._power = limit, power
 
     def limit(self, measured: Measured) -> float | Tensor:
-        """The limit of the norms, undivided."""
+        """The limit of the norms before they are divided."""
         limit = self._limit
         if not self._power:
             return limit
-        # inf * 0 would be NaN: a tensor without elements has the norm 0.
+        # At least 1, because inf * 0 would be NaN; tensors without elements have norm 0 anyway.
         counts = measured.sizes().clamp(min=1) ** self._power
         return counts * (limit.to(counts) if isinstance(limit, Tensor) else limit)
 
@@ -135,7 +135,7 @@ def norms_of_rows(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _measured_list(tensors: Sequence[Tensor]) -> Gradients:
-    """A gradient list of these tensors; of copies where some share memory, so that each counts."""
+    """A gradient list of these tensors, or of copies if some share memory, so that each counts."""
     try:
         gradients = _list_of(tensors)
     except OverlapError:
@@ -144,12 +144,12 @@ def _measured_list(tensors: Sequence[Tensor]) -> Gradients:
 
 
 def _list_of(tensors: Sequence[Tensor]) -> Gradients:
-    """A gradient list of these tensors; raises as :class:`Gradients`."""
+    """A gradient list of these tensors; raises as :class:`Gradients` does."""
     return Gradients(list(tensors), device_of(tensors), _LABEL_OF)
 
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense copies, without lazy signs and conjugates."""
+    """Dense copies, in which lazy negations and conjugates are carried out."""
     for i, x in enumerate(tensors):
         refuse_freed(x, partial(_LABEL_OF, i))
     copies = [torch.empty_like(x) for x in tensors]

@@ -1,13 +1,13 @@
-"""The formulas of all functions in PyTorch operators: right for every magnitude.
+"""The formulas of all functions in PyTorch operators, which are right for every magnitude.
 
-They say what is computed, and serve where operators are seen one by one: where autograd records
-them, inside torch.func and torch.compile. Other calls find the same results faster.
+They define the results, and they are evaluated where each operator must be seen: where autograd
+records, and inside torch.func and torch.compile. Other calls compute the same results faster.
 
-All formulas can be differentiated twice everywhere. Where a derivative does not exist, at the limit
-of a coefficient and at a bound, it is the mean of both sides. At 0, that of a norm is 0.
+All formulas can be differentiated twice everywhere. At the limit of a coefficient and at a bound,
+where no derivative exists, it is the mean of both sides. The derivative of a norm at 0 is 0.
 
-Arithmetic is in the widest dtype that a device has, float64 but on MPS, so that neither values nor
-derivatives of narrower tensors overflow on the way. Each branch that a `where` leaves out gets
+Arithmetic is in the widest dtype that a device has (float64, except on MPS), so that neither values
+nor derivatives of narrower tensors overflow on the way. A branch that a `where` does not take gets
 harmless numbers, because a derivative of NaN or inf times 0 would be NaN.
 """
 
@@ -33,14 +33,14 @@ def clip(
     power: float,
     norm: float | Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The tensors scaled, and the norm before, as `evaluation.clip`; the norm in the wide dtype."""
+    """Returns what `evaluation.clip` returns, but the norm in the wide dtype."""
     dtype, device = result_dtype(tensors), tensors[0].device
     if norm is not None:
         measured = as_wide(norm, dtype, device)
     else:
         measured = norms_of(tensors, norm_type, each=each)
     if power:
-        # inf * 0 would be NaN: a tensor without elements has the norm 0.
+        # At least 1, because inf * 0 would be NaN; tensors without elements have norm 0 anyway.
         counts = [max(1, x.numel()) ** power for x in tensors]
         limits = torch.stack([as_wide(limit, wide_dtype(device), device) * n for n in counts])
     coefficients = coefficient_of(measured, as_wide(limits if power else limit, dtype, device))
@@ -52,7 +52,7 @@ def norms_of(tensors: Sequence[Tensor], norm_type: float, *, each: bool) -> Tens
     """The norm of all tensors, 0-d, or of each, 1-d; inf beyond the range of the result's dtype."""
     device = tensors[0].device
     if norm_type == 2 and all(map(_has_exact_squares, tensors)):
-        # One root for all has a third of the operators of a root for each.
+        # One root of all sums takes a third of the operators that a root for each tensor takes.
         squares = torch.stack([_wide_of(x).square().sum().to(device) for x in tensors])
         norms = _power(squares if each else squares.sum(), 0.5)
     else:
@@ -71,8 +71,8 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
     elif norm_type == 2 and _has_exact_squares(x):
         norm = _norm_of_real(real, norm_type, over, is_complex=x.is_complex())
     else:
-        # The norm does not depend on the factor that is taken out, which needs no derivative. For
-        # batched gradients there is no detach().
+        # The norm does not depend on the factor that is taken out, so the factor needs no
+        # derivative. Batched gradients have no detach().
         with torch.no_grad():
             largest = real.abs().amax(over, keepdim=True)
             scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
@@ -83,7 +83,7 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
 def _norm_of_real(
     real: Tensor, norm_type: float, over: tuple[int, ...], *, is_complex: bool
 ) -> Tensor:
-    """The norm of numbers whose powers fit their dtype; complex ones are pairs."""
+    """The p-norm of numbers whose powers fit their dtype; complex numbers are pairs."""
     if norm_type == 2:
         return _power(real.square().sum(over, keepdim=True), 0.5)
     magnitudes = real.abs()
@@ -95,7 +95,7 @@ def _norm_of_real(
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    """A power of numbers that are not negative, with derivative 0 at 0."""
+    """Raises numbers of 0 or more to a power; the derivative at 0 is 0."""
     if exponent == 1:
         return x
     is_zero = x == 0
@@ -118,14 +118,14 @@ def coefficient_of(norm: Tensor, limit: Tensor) -> Tensor:
 
 
 def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
-    """A tensor times a coefficient, 0-d or of as many dimensions, rounded once."""
+    """A tensor times a coefficient, which is 0-d or has as many dimensions; rounded once."""
     if not x.numel():
-        # torch has no derivative of pairs without elements.
+        # torch cannot differentiate pairs without elements.
         return x.clone()
     real, factor = real_of(x), coefficient.to(x.device, wide_dtype(x.device))
     if x.is_complex() or not factor.dim():
         factor = factor.unsqueeze(-1)
-    # A factor with a dimension makes the product wide, and autograd keeps no wide copy of x.
+    # A factor with a dimension makes the product wide, so that autograd keeps no wide copy of x.
     product = (real * factor).to(real.dtype).reshape(real.shape)
     return torch.view_as_complex(product) if x.is_complex() else product
 
@@ -138,7 +138,7 @@ def real_of(x: Tensor) -> Tensor:
 def _wide_of(x: Tensor) -> Tensor:
     """A tensor in the wide dtype; complex numbers as pairs."""
     if x.is_complex() and not x.numel():
-        # torch has no derivative of pairs without elements.
+        # torch cannot differentiate pairs without elements.
         x = x.detach()
     return real_of(x).to(wide_dtype(x.device))
 
@@ -157,8 +157,8 @@ def as_wide(number: float | Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number as a 0-d tensor; one that changes becomes an input of a traced graph."""
+    """A number as a 0-d tensor; a number that changes becomes an input of a traced graph."""
     if is_traced():
-        # torch.compile makes a graph for each value, unless it is the factor of a tensor.
+        # torch.compile would make a graph for each value, unless the number multiplies a tensor.
         return torch.ones((), dtype=dtype, device=device) * number
     return torch.full((), number, dtype=dtype, device=device)

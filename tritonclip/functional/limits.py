@@ -1,4 +1,4 @@
-"""Limits, which are numbers or tensors: their checks."""
+"""Checks of limits, which are numbers or tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tritonclip.rules.arguments import as_limit, local_number
 def as_limit_or_tensor(
     name: str, value: object, *, may_be_nan: bool = False, may_broadcast: bool = False
 ) -> float | Tensor:
-    """A limit as a number, or a floating-point tensor, which is checked where it can be read.
+    """Returns a limit as a number or a floating-point tensor, whose values a CPU checks.
 
-    The tensor is 0-d, or of any shape where it `may_broadcast`.
+    The tensor is 0-d, or has any shape if it `may_broadcast`.
     """
     if not isinstance(value, Tensor):
         return as_limit(name, value)
-    # As `clip_grad_norm_` returns the norm of DTensors.
+    # The norm of DTensors, as `clip_grad_norm_` returns it, is a DTensor.
     value = local_number(name, value)
     if not value.is_floating_point() or value.dtype in FLOAT8:
         raise TypeError(
@@ -36,7 +36,7 @@ def as_limit_or_tensor(
 
 
 def one_element(name: str, limit: Tensor, others: str = "") -> Tensor:
-    """A limit as a 0-d tensor; ValueError where it has several elements, and is none of others."""
+    """A limit as a 0-d tensor; the ValueError for other shapes says which `others` are allowed."""
     if limit.numel() != 1:
         raise ValueError(
             f"{name} must be a number or a one-element tensor{others}; got shape "
@@ -46,7 +46,7 @@ def one_element(name: str, limit: Tensor, others: str = "") -> Tensor:
 
 
 def coefficient_over(norms: Tensor, limit: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """min(1, limit / norm) of norms in the wide dtype, to which the limit has to broadcast."""
+    """min(1, limit / norm) for norms in the wide dtype; the limit must broadcast to them."""
     bound = as_wide(limit, dtype, norms.device)
     if not broadcasts(bound.shape, norms.shape):
         bound = one_element("max_norm", bound, ", or one that broadcasts to the norms over dim")

@@ -28,13 +28,13 @@ from tritonclip.messages import join_names
 T = TypeVar("T")
 Reduction = Literal["sum", "mean"]
 
-# What AUTO-S adds to a norm.
+# AUTO-S adds this to every norm.
 _STABILITY = 0.01
 # The least normal number of float32.
 _LEAST = 2.0**-126
-# Elements that are copied at a time, where a sum has no operator that reads them as they are. On a
-# CPU, of 16 times 10^6 bfloat16: pieces of 2^17, 2^19 and 2^20 take 8.8, 2.8 and 2.6 ms. (torch
-# 2.13, EPYC, one thread.) Elsewhere few launches matter more; not measured on a GPU.
+# The elements that are copied at a time, where no operator can sum them as they are. On a CPU, for
+# 16 times 10^6 bfloat16, pieces of 2^17, 2^19 and 2^20 take 8.8, 2.8 and 2.6 ms (torch 2.13, EPYC,
+# one thread). On other devices fewer launches matter more, which is not measured on a GPU.
 _PIECE, _LARGE_PIECE = 2**20, 2**24
 
 
@@ -79,7 +79,7 @@ def clip_per_example(
 ) -> tuple[T, Any]:
     """Clips the gradient of each example by its norm, and adds up the clipped gradients.
 
-    For the gradients ``g[b]`` of example b, all tensors together or, with `per_layer`, each::
+    ``g[b]`` are the gradients of example b: all tensors together or, with `per_layer`, each::
 
         total = sum(g[b] * min(1, max_norm / norm(g[b])) for b in range(B))
 
@@ -103,24 +103,24 @@ def clip_per_example(
         gradients: the gradients of B examples: a tensor `[B, ...]`, or a nested structure of such
             tensors and None, as for :func:`clip_by_global_norm`, strided. torch.func's
             `vmap(grad(loss))` returns them, and Opacus leaves them in `grad_sample`.
-        max_norm: the largest norm of an example, 0 or more: a number or a one-element tensor. With
-            `per_layer` that of each tensor. 0 gives sums of 0.
-        per_layer: gives each tensor norms of its own.
-        normalize: scales by max_norm / (norm + 0.01), up and down: the norm of every example comes
-            near `max_norm`, which has to be finite.
+        max_norm: the largest norm of an example or, with `per_layer`, of each tensor in it, 0 or
+            more: a number or a one-element tensor. 0 gives sums of 0.
+        per_layer: clips each tensor of an example by its own norm.
+        normalize: scales by max_norm / (norm + 0.01), up and down, so that every example's norm
+            comes near `max_norm`, which has to be finite.
         reduce: "sum", or "mean", which divides the sum by B.
         nonfinite: the policy for examples whose norm is NaN or inf.
 
-            - "propagate": NaN makes every element of the sum NaN. Of an example with an infinite
-              norm, finite elements count as 0, and others make the sum NaN there.
-            - "error": RuntimeError that names the examples. The host waits for the device.
-            - "zero": such an example counts as 0, also in the mean, which divides by B; with
-              `per_layer`, in the tensors where its norm is not finite.
+            - "propagate": a NaN makes every element of the sum NaN. If the norm is infinite, finite
+              elements of the example count as 0, and the others make the sum NaN there.
+            - "error": raises a RuntimeError that names the examples. The host waits for the device.
+            - "zero": such an example counts as 0, also in the mean, which still divides by B. With
+              `per_layer`, only the tensors where its norm is not finite do so.
 
     Returns:
-        The same structure of tensors `[...]`, in the dtypes of the gradients. And the
-        norms before clipping, `[B]`: float64 if any tensor is float64, else float32, on the first
-        tensor's device; with `per_layer` the same structure of them, each on its tensor's device.
+        The same structure of tensors `[...]`, in the dtypes of the gradients. And the norms before
+        clipping, `[B]`: float64 if any tensor is float64, else float32, on the first tensor's
+        device; with `per_layer`, the same structure of norms, each on its tensor's device.
 
     Raises:
         TypeError: a leaf that is no plain strided floating-point or complex tensor.
@@ -134,9 +134,9 @@ def clip_per_example(
         `max_norm` times the root of the number of tensors.
 
         A call that raises has changed nothing. There is no eps: an example whose norm equals
-        `max_norm` is not changed. Without examples the sum is 0. Derivatives keep copies as large
-        as the gradients: detach the parameters where none are wanted. Coefficients and sums are
-        float32, or float64 for float64 gradients, and rounded once to the gradients' dtype.
+        `max_norm` is not changed. Without examples the sum is 0. Autograd keeps copies as large as
+        the gradients, so detach the parameters if you want no derivatives. Coefficients and sums
+        are float32, or float64 for float64 gradients, and rounded once to the gradients' dtype.
 
     References:
         Abadi et al., `Deep Learning with Differential Privacy <https://arxiv.org/abs/1607.00133>`_,
@@ -165,11 +165,11 @@ def clip_per_example(
             every = finite if per_layer else finite * len(batches)
             for batch, is_finite in zip(batches, every, strict=True):
                 batch.leave_out(~is_finite.to(batch.device))
-            # Not from inf, whose derivatives would be NaN.
+            # The derivatives of infinite norms would be NaN, so we measure again without them.
             limiting = norms if fast else _measure(batches, dtype, per_layer=per_layer)
     weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
     if normalize:
-        # A weight of inf would make gradients of 0 NaN.
+        # An infinite weight would make gradients of 0 NaN.
         largest = min(torch.finfo(batch.dtype).max for batch in batches)
         weights = [weight.clamp(max=largest) for weight in weights]
     if reduce == "mean":
@@ -183,11 +183,11 @@ def clip_per_example(
 
 
 class _Batch:
-    """The gradients of a tensor for all examples, `[B, ...]`, in the order that memory has them.
+    """One tensor of gradients for all examples, `[B, ...]`, in the order of its memory.
 
-    It is `fast` where memory may be read, and nothing has to be recorded. Its `dtype` is that of
-    arithmetic. `pages` are reals `[B, length]`; or `[n_pages, B, length]` where examples are not
-    one after the other: torch.func returns a page for each word of an embedding.
+    `fast` means that memory may be read and nothing is recorded; arithmetic is in `dtype`. `pages`
+    are reals `[B, length]`, or `[n_pages, B, length]` where examples do not lie one after the
+    other: for an embedding, torch.func returns a page for each word.
     """
 
     def __init__(self, x: Tensor, n: int, *, fast: bool) -> None:
@@ -203,7 +203,7 @@ class _Batch:
             self.pages, self._order = _pages_of(real)
 
     def leave_out(self, left_out: Tensor) -> None:
-        """Makes some examples count as 0: bool `[B]`."""
+        """Makes the examples that `left_out`, bool `[B]`, marks count as 0."""
         if self.fast:
             self._left_out = left_out
         else:
@@ -219,7 +219,7 @@ class _Batch:
             total = torch.empty(shape, dtype=self.dtype, device=self.device)
             is_read_whole = pages.dtype == self.dtype or pages.numel() <= _PIECE
             if pages.dim() == 2 and self._left_out is None and is_read_whole:
-                # With `out`, autocast leaves operators as they are.
+                # Autocast does not change operators with `out`.
                 torch.mv(pages.to(self.dtype).t(), weights, out=total.view(-1))
             else:
                 pages = pages if pages.dim() == 3 else pages[None]
@@ -230,14 +230,14 @@ class _Batch:
 
 
 def _pages_of(x: Tensor) -> tuple[Tensor, list[int]]:
-    """A view that `_Batch` describes, and the other dimensions in the order of memory."""
+    """The `pages` of a `_Batch` as a view, and an example's dimensions in the order of memory."""
     n = len(x)
     order = sorted(range(1, x.dim()), key=x.stride, reverse=True)
     n_outer = sum(x.stride(d) > x.stride(0) for d in order) if n > 1 else 0
     sizes = [x.shape[d] for d in order]
     n_pages, length = math.prod(sizes[:n_outer]), math.prod(sizes[n_outer:])
     if n_pages == 1 or length == 1:
-        # Examples one after the other, or side by side.
+        # The examples lie one after the other, or element by element side by side.
         pages = x.permute(0, *order).reshape(n, n_pages * length)
     else:
         pages = x.permute(*order[:n_outer], 0, *order[n_outer:]).reshape(n_pages, n, length)
@@ -245,7 +245,7 @@ def _pages_of(x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, total: Tensor) -> None:
-    """Writes the weighted sum to `total`, `[n_pages, length]`, through copies of some elements."""
+    """Writes the weighted sum to `total`, `[n_pages, length]`, and copies a piece at a time."""
     _, n, length = pages.shape
     if not (n and length):
         total.zero_()
@@ -253,7 +253,7 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
     size = _PIECE if choose.host_decides(pages.device) else _LARGE_PIECE
     n_pages, n_columns = max(1, size // (n * length)), max(1, size // n)
     if left_out is not None:
-        # In place of their values 0, because 0 times inf is NaN.
+        # Their values become 0 as well, below, because 0 times inf is NaN.
         weights = weights.masked_fill(left_out, 0.0)
     for some, sums in zip(pages.split(n_pages), total.split(n_pages), strict=True):
         for piece, part in zip(some.split(n_columns, 2), sums.split(n_columns, 1), strict=True):
@@ -264,7 +264,7 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
                 torch.mv(values[0].t(), weights, out=part[0])
             else:
                 torch.sum(values.mul_(weights[:, None]), 1, out=part)
-            # Before there is another piece.
+            # This frees the piece before the next one is copied.
             del values
 
 
@@ -272,7 +272,7 @@ def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) 
     """The norms of the examples, `[B]`, in `dtype`: one tensor, or one for each batch."""
     pages, device = [batch.pages for batch in batches], batches[0].device
     if not batches[0].fast:
-        # In the wide dtype, so that derivatives do not overflow on the way.
+        # The norms stay in the wide dtype, so that derivatives do not overflow on the way.
         norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
         if not per_layer:
             joined = torch.stack([x.to(device) for x in norms])
@@ -292,9 +292,9 @@ def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) 
 
 
 def _norm_over(norms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norm of each example from those of its parts, `[n_parts, B]`."""
+    """The norm of each example from the norms of its parts, `[n_parts, B]`."""
     if dtype == torch.float32 and norms.dtype == torch.float64:
-        # Squares of norms of narrower tensors fit float64.
+        # The squares of narrower tensors' norms fit float64.
         return torch.linalg.vector_norm(norms, dim=0)  # type: ignore[no-any-return]
     return formulas.norm_of(norms, 2.0, (0,)).view(-1)
 
@@ -306,12 +306,12 @@ def _weights_of(
         return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
     if not fast or isinstance(limit, Tensor) or not _LEAST <= limit <= 1 / _LEAST:
         return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype)
-    # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
+    # The same in fewer operators, where there are no derivatives, no 0/0 and no inf/inf.
     return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
 
 
 def _count_examples(tree: Tree, tensors: Sequence[Tensor]) -> int:
-    """B; ValueError where tensors have none or not the same."""
+    """Returns B; ValueError for tensors without a common first dimension."""
     if not tensors:
         raise ValueError(
             "gradients has no tensor; expected tensors of shape [B, ...], one for each parameter"
@@ -353,7 +353,7 @@ def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
 
 
 def _refuse_nonfinite(finite: list[Tensor], tree: Tree, read: bool) -> None:
-    """RuntimeError where the norm of an example is not finite; waits for the device."""
+    """Raises RuntimeError if the norm of an example is not finite; waits for the device."""
     if not read:
         raise RuntimeError(
             "nonfinite='error' reads norms on the host, and here they are traced, or inside "

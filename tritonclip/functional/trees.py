@@ -1,7 +1,6 @@
-"""Nested structures of tensors: flattened, checked, and rebuilt around new values.
+"""Nested structures of tensors, which are flattened, checked, and rebuilt around new values.
 
-torch.utils._pytree knows dicts, lists, tuples, named tuples, and the classes that are registered
-with it.
+torch.utils._pytree knows dicts, lists, tuples, named tuples, and classes registered with it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _LEAVES = PLAIN | {type(None)}
 
 
 class Tree:
-    """The tensors of a nested structure of containers; `name` is that of the argument in messages.
+    """The tensors of a nested structure of containers, which messages call `name`.
 
-    If it is `ordered`, integers may be among the tensors, and complex ones may not.
+    If `ordered`, integer tensors are allowed and complex ones are refused.
     """
 
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
@@ -32,9 +31,9 @@ class Tree:
         self.leaves, self._rebuild = _flatten(tree)
 
     def check(self) -> list[Tensor]:
-        """The tensors; TypeError where a leaf cannot be clipped."""
+        """Returns the tensors; TypeError if a leaf cannot be clipped."""
         present = [leaf for leaf in self.leaves if leaf is not None]
-        # Stand-ins for tensors, while they are traced, are of other classes.
+        # Traced tensors are stand-ins of other classes.
         are_tensors = PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )
@@ -44,7 +43,7 @@ class Tree:
         return present
 
     def _refuse(self) -> None:
-        """TypeError for the first leaf that cannot be clipped."""
+        """Raises TypeError for the first leaf that cannot be clipped."""
         for leaf, path in zip(self.leaves, _paths(self._tree), strict=True):
             fault = None if leaf is None else _fault_of(leaf, self._ordered)
             if fault is not None:
@@ -94,7 +93,7 @@ def _remedy(leaf: object) -> str:
 def _fault_of_kind(
     dtype: torch.dtype, layout: torch.layout, nested: bool, ordered: bool
 ) -> str | None:
-    """As `_fault_of`, for a plain tensor."""
+    """Like `_fault_of`, for a plain tensor."""
     if nested or layout != torch.strided:
         return (
             f"has layout {'nested' if nested else layout}; expected strided: convert it with "
@@ -114,7 +113,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of a tree, and the function that rebuilds it around others."""
     if isinstance(tree, Tensor):
         return [tree], lambda others: others[0]
-    # The usual ones, without the registry: it takes 1 us a tensor.
+    # The usual containers do without the registry, which takes 1 us per tensor.
     if type(tree) in (list, tuple) and _LEAVES.issuperset(map(type, tree)):
         return list(tree), type(tree)
     if type(tree) is dict and _LEAVES.issuperset(map(type, tree.values())):
@@ -124,5 +123,5 @@ def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def _paths(tree: Any) -> list[str]:
-    """How to write each leaf of a tree in Python, in order."""
+    """The path to each leaf of a tree as Python writes it, such as "[0]['weight']"."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
