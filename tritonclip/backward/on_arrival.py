@@ -21,8 +21,8 @@ from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue, rule_for_one
 
-# The plans of gradients that are clipped one at a time. More than most models have kinds of
-# gradients, which come in turn; the memory of plans is bounded too.
+# The plans of gradients that are clipped one at a time. Most models have fewer kinds of gradients,
+# which come in turn; the memory of plans is bounded too.
 plans = PlanCache(capacity=256)
 
 
@@ -52,10 +52,9 @@ def clip_on_backward_(
 ) -> ClippingHandle:
     """Clips the gradient of each parameter in place, by a hook, once backward has accumulated it.
 
-    For activations, whose gradients flow on, :func:`~tritonclip.clip_backward`.
-
-    For optimizers that step inside backward, and free each gradient before the next one is there.
-    Call it before their hooks are registered, so that these get clipped gradients.
+    This is for optimizers that step inside backward, and free each gradient before the next one is
+    there. Call it before their hooks are registered, so that these get clipped gradients. For
+    activations, whose gradients flow on, there is :func:`~tritonclip.clip_backward`.
 
     Example:
         >>> import torch, tritonclip
@@ -71,14 +70,14 @@ def clip_on_backward_(
 
     Args:
         parameters: tensors, a module, or (name, parameter) pairs; read once. Frozen parameters are
-            clipped from the time that they are trained. A parameter with `need_clip = False` when
-            its gradient arrives is left alone.
+            clipped as soon as they are trained. A parameter is left alone if it has
+            `need_clip = False` when its gradient arrives.
         rule: :class:`ClipByNorm`, with the norm of each gradient, or :class:`ClipByValue`.
         nonfinite: "propagate", "error" or "zero", for NaN and inf; see :func:`clip_`. "error"
-            raises from within `backward`, when earlier gradients are there already.
+            raises from within `backward`, when earlier gradients are clipped already.
 
     Returns:
-        A handle; its `remove()` ends the clipping, as does leaving a `with` block of it.
+        A handle. Its `remove()` ends the clipping, and so does the end of a `with` block over it.
 
     Raises:
         TypeError: parameters of another kind, or of FullyShardedDataParallel; a rule for several
@@ -104,7 +103,7 @@ def clip_on_backward_(
             "ClippedOptimizer after backward; if this is meant, pass model.parameters()"
         )
     members, label_of = with_labels(parameters)
-    # Others never have a gradient, as those of quantized layers.
+    # Parameters of other dtypes never have a gradient, such as those of quantized layers.
     trainable = [(i, p) for i, p in enumerate(members) if p.is_floating_point() or p.is_complex()]
     named = {id(p): (label_of(i), p) for i, p in trainable}
     _refuse(named.values())
@@ -124,7 +123,7 @@ class _Clip:
 
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-            # In a graph of compiled autograd, among others.
+            # Compiled autograd, among others, traces the hook into a graph.
             named = [(self._label, parameter)]
             compiled.clip_(clip_, named, self._rule, nonfinite=self._nonfinite)
             return
@@ -133,7 +132,7 @@ class _Clip:
 
 
 def _register(parameter: Tensor, hook: _Clip) -> RemovableHandle:
-    """Registers a hook, also with a frozen parameter, which torch refuses."""
+    """Registers a hook, even for a frozen parameter, for which torch would refuse it."""
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_()
@@ -168,6 +167,6 @@ def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of others would find its gradient before it is clipped."""
+    """Whether other hooks would get the parameter's gradient before it is clipped."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(not isinstance(hook, _Clip) for hook in hooks.values())

@@ -1,4 +1,4 @@
-"""`FlatGradients`: the gradients of many parameters as views of one buffer a device and dtype."""
+"""`FlatGradients`: the gradients of many parameters as views of a buffer per device and dtype."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tritonclip.messages import join_names
 from tritonclip.modes import PLAIN, is_observed, outside_inference, without_grad
 from tritonclip.rules import Rule
 
-# Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
-# start at a multiple.
+# The bytes of one vector access. torch's fused optimizers and our kernels want gradients to start
+# at a multiple of it.
 _VECTOR = 16
 
 
@@ -46,27 +46,27 @@ class FlatGradients(GradientSource):
         >>> flat.buffers
         (tensor([0.6000, 0.8000]),)
 
-    Gradients are never None then: set them to 0 by :meth:`zero_`, or by
+    From then on gradients are never None: set them to 0 by :meth:`zero_`, or by
     `optimizer.zero_grad(set_to_none=False)`. docs/clipping.md says what else changes in training.
 
     Args:
         parameters: tensors, a module, or (name, parameter) pairs, whose names appear in error
             messages. Each counts once. Those that require no gradient or have `need_clip = False`
-            are left out: neither in the buffers nor clipped. The values of existing gradients are
-            kept. Dtypes are floating-point or complex; dtypes and devices may mix.
+            are left out: they are neither in the buffers nor clipped. Existing gradients keep their
+            values. Dtypes are floating-point or complex; dtypes and devices may mix.
 
     Raises:
         TypeError: an argument without tensors; a parameter or gradient that is of a tensor
             subclass, such as DTensor, or sparse.
-        ValueError: no parameter that requires a gradient; one that is not a leaf; a gradient of
-            another shape.
+        ValueError: no parameter that requires a gradient; one that is not a leaf; a gradient whose
+            shape is not that of its parameter.
 
     Notes:
         Outside of torch.compile, :func:`clip_` and :meth:`zero_` compare the address of every
-        gradient, and raise RuntimeError where one is no longer a view of its buffer.
+        gradient, and raise RuntimeError if one is no longer a view of its buffer.
 
-        It keeps its parameters alive. After a parameter is replaced, frozen, unfrozen or marked
-        with `need_clip`, make a new one. Copy or pickle it together with its model.
+        A FlatGradients keeps its parameters alive. After a parameter is replaced, frozen, unfrozen
+        or marked with `need_clip`, make a new one. Copy or pickle it together with its model.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FlatGradients(GradientSource):
 
     @without_grad
     def attach_(self) -> None:
-        """Makes every `.grad` a view of new buffers again, with the gradients' values.
+        """Makes every `.grad` a view again, of new buffers that keep the gradients' values.
 
         Call it after gradients were replaced, or the model moved to another device or dtype.
 
@@ -116,11 +116,11 @@ class FlatGradients(GradientSource):
                 view.copy_(parameter.grad)
             parameter.grad = view
         self._addresses = list(map(Tensor.data_ptr, views))
-        # The buffers with their plan, which stay where they are, and the settings that it is for.
+        # The buffers as a list with its plan, and the settings for which the plan was made.
         self._known: tuple[settings.Settings, Gradients] | None = None
 
     def zero_(self) -> None:
-        """Sets all gradients to 0, one memset a buffer, and those of `need_clip = False` to None.
+        """Sets all gradients to 0 by a memset per buffer, and those with need_clip=False to None.
 
         Raises:
             RuntimeError: a gradient that is no longer a view of the buffers.
@@ -132,7 +132,7 @@ class FlatGradients(GradientSource):
         torch._foreach_zero_(list(self._buffers))
 
     def gradients(self, rule: Rule, state: object, processes: Processes | None) -> Gradients:
-        """The buffers as gradients; or the views, where each is measured or known by itself."""
+        """Returns the buffers as gradients, or the views if each is measured or known by itself."""
         lost, setting = self._find_lost(), settings.current()
         by_view = rule.per_gradient or setting.verifying or state is not None
         if lost is None and processes is None and not by_view:
@@ -147,12 +147,12 @@ class FlatGradients(GradientSource):
         return gradients
 
     def _find_lost(self) -> RuntimeError | None:
-        """The error for gradients that are no longer views of the buffers."""
+        """Returns an error if gradients are no longer views of the buffers, or None."""
         try:
             if [p.grad.data_ptr() for p in self._parameters] == self._addresses:  # type: ignore[union-attr]
                 return None
         except (AttributeError, RuntimeError, NotImplementedError):
-            # A gradient that is None, or has no address.
+            # A gradient is None, or has no address.
             pass
 
         def is_at(grad: Tensor | None, address: int) -> bool:
@@ -219,7 +219,7 @@ def _refuse(label: str, parameter: Tensor) -> None:
 
 
 def _lay_out(parameters: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """New buffers of zeros, and a view for each parameter."""
+    """Makes buffers of zeros, and a view for each parameter."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
@@ -227,12 +227,12 @@ def _lay_out(parameters: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]
     views: dict[int, Tensor] = {}
     for (device, dtype), members in kinds.items():
         n_elements = sum(map(Tensor.numel, members))
-        # Never inference tensors, which no backward could add to.
+        # Backward could not add to an inference tensor.
         buffer = outside_inference(torch.zeros)(n_elements, dtype=dtype, device=device)
         offset = 0
         for parameter in sorted(members, key=lambda p: p.numel() * p.element_size() % _VECTOR != 0):
             stride = parameter.stride()
-            # As autograd lays out gradients: as the parameter, where that is dense.
+            # Autograd lays out a gradient as its parameter if that is dense, else contiguously.
             if flat_size(parameter) is None:
                 stride = torch.empty(parameter.shape, device="meta").stride()
             views[id(parameter)] = buffer.as_strided(parameter.shape, stride, offset)

@@ -1,4 +1,4 @@
-"""Which list of parameters, or of gradients, a call of torch's functions is on."""
+"""Recognizes the lists of parameters, or of gradients, that torch's functions are called on."""
 
 import re
 from collections import Counter
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Lists of a run above which further ones are not known.
+# The largest number of lists that are recognized in a run.
 MOST_LISTS = 1000
-# Lists that begin or end with the same tensor, or that were freed after one call. More are one list
-# whose members change.
+# If more lists begin or end with the same tensor, or are freed after one call, further ones are
+# taken for one list whose members change.
 _MOST_VARIANTS = 8
 
 
@@ -24,16 +24,16 @@ class GradientList:
     number: int
     n_tensors: int
     n_elements: int
-    # Members change from call to call.
+    # Whether members change from call to call.
     changes: bool = False
     n_calls: int = 0
     members: tuple[int, ...] = ()
-    # Of the first tensor. A weak reference to the tensor would keep torch from swapping it.
+    # That of the first tensor; a weak reference to the tensor would keep torch from swapping it.
     storage: StorageWeakRef | None = None
 
     @property
     def is_freed(self) -> bool:
-        """Whether its tensors are gone, or have moved since the last call."""
+        """Whether the tensors are gone, or have moved since the last call."""
         return self.storage is not None and bool(self.storage.expired())
 
     def __str__(self) -> str:
@@ -44,27 +44,27 @@ class GradientList:
 
 
 class GradientLists:
-    """Knows lists by the identity of their tensors.
+    """Recognizes lists by the identity of their tensors.
 
-    A list of new tensors goes on with one of equal number and size whose tensors are freed, such as
+    New tensors continue a list of the same number and size whose tensors are freed, such as
     gradients that each step makes, or parameters that `load_state_dict(assign=True)` replaced.
     """
 
     def __init__(self) -> None:
         self._lists: list[GradientList] = []
         self._known: dict[tuple[int, ...], GradientList] = {}
-        # Lists by the identity of their first and last tensors.
+        # How many lists begin or end with a tensor, by the tensor's identity.
         self._variants: Counter[int] = Counter()
-        # Lists whose members change, by an end that stays; None if none does.
+        # Lists whose members change, by the first or last one if it stays, or else by None.
         self._changing: dict[int | None, GradientList] = {}
 
     def find(self, tensors: Sequence[Tensor]) -> GradientList | None:
-        """The list of a call; None for one that is more than `MOST_LISTS`."""
+        """Finds or makes the list of a call; returns None if that is more than `MOST_LISTS`."""
         members = tuple(map(id, tensors))
         found = self._known.get(members)
         if found is None or found.is_freed:
             size = (len(tensors), sum(tensor.numel() for tensor in tensors))
-            # An identity may be that of a tensor that is freed.
+            # New tensors may have the identities of freed ones.
             if found is None or size != (found.n_tensors, found.n_elements):
                 found = self._of_new(members, size)
             if found is not None and not found.changes:
@@ -77,7 +77,7 @@ class GradientLists:
         return found
 
     def resume(self, names: Iterable[str]) -> None:
-        """Goes on with the lists of an earlier process, by their names; their tensors are gone."""
+        """Continues the lists of an earlier process by their names; their tensors are gone."""
         found: dict[int, tuple[int, int]] = {}
         for name in names:
             if match := re.match(r"(\d+): (?:([\d,]+) tensors?, ([\d,]+) elements|.*)", name):
@@ -98,7 +98,7 @@ class GradientLists:
         for end in ends:
             if self._variants[end] >= _MOST_VARIANTS:
                 return self._that_changes(end)
-        # Sizes differ from call to call.
+        # If many lists are freed after one call, sizes change from call to call.
         if sum(one.n_calls == 1 and one.is_freed for one in self._lists) >= _MOST_VARIANTS:
             return self._that_changes(None)
         found = self._new(*size)
@@ -109,7 +109,7 @@ class GradientLists:
     def _that_changes(self, end: int | None) -> GradientList | None:
         if end not in self._changing:
             known = [*self._changing.values()]
-            # One of an earlier process comes first.
+            # A list that an earlier process began is continued first.
             before = (one for one in self._lists if one.changes and one not in known)
             made = next(before, None) or self._new(0, 0)
             if made is None:

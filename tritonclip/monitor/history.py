@@ -1,4 +1,4 @@
-"""The history of a run: a table of norms by step, in a CSV file with one line a step.
+"""The history of a run: a table of norms by step, in a CSV file with one line per step.
 
 A cell is a number, a truth value as 1 or 0, or empty where the value is unknown.
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tritonclip.messages import printable
 
-# A recorder writes these, in this order, and then one for each named norm.
+# A recorder writes these columns in this order, and then one column for each named norm.
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped", "loss")
-# Under a patch, follows them: which list of parameters a step is of.
+# Under a patch, this column follows; it names the list of parameters that a step is on.
 LIST = "list"
-# A list has a series for each limit if it has so few, and comes back to each so often; other limits
-# are those of a schedule.
+# A list has a series for each limit if it has at most so many limits, and if its limit changes at
+# least so often for each of them. Other limits are those of a schedule.
 _MOST_LIMITS, _LEAST_TURNS = 4, 5
 # Begins the columns of named norms, so that no name collides with those above.
 PREFIX = "norm/"
@@ -32,16 +32,16 @@ _WRITTEN_BY = (
     "record(...) writes history files, and other files need a column 'norm' or 'grad_norm', or one "
     "that --column names"
 )
-# The usual names elsewhere, without what stands before them: train/grad_norm, RUN - train/loss.
+# The usual names of other programs, without prefixes as in train/grad_norm and RUN - train/loss.
 _THEIR_NAMES = {
     "norm": ["grad_norm"],
     "step": ["step", "global_step"],
     "loss": ["loss", "train_loss"],
 }
 _NOT_OF_TRAINING = {"eval", "val", "valid", "validation", "test"}
-# A scalar that TensorBoard exports.
+# The columns of a scalar that TensorBoard exports.
 _TENSORBOARD = ["Wall time", "Step", "Value"]
-# Where the cells of a row stand in a file, and the cells.
+# The place of a row in its file, for messages, and the cells.
 _Row = tuple[str, list[str]]
 
 
@@ -50,15 +50,15 @@ class History:
     """The steps of a run in order.
 
     Attributes:
-        columns: by their names in a file, each a 1-d tensor. Only `norm` has to be given.
-        steps: numbers of the steps, which rise; 1-d int64.
+        columns: the 1-d tensors by the names of columns in a file. Only `norm` is required.
+        steps: the numbers of the steps, which rise; 1-d int64.
         norms: global norms *before* clipping; 1-d float64, as are the next four.
         coefficients: factors of the gradients; NaN where unknown.
         limits: limits of the norm; NaN where unknown.
         skipped: 1 for steps that were skipped; NaN where unknown.
-        losses: of the steps' batches; NaN where unknown.
+        losses: losses of the steps' batches; NaN where unknown.
         named_norms: norms of groups or parameters, by name.
-        lists: the names of the lists of parameters, at which the column `list` points.
+        lists: the names of the lists of parameters, by the numbers in the column `list`.
     """
 
     columns: Mapping[str, Tensor]
@@ -82,15 +82,15 @@ class History:
         return len(self.norms)
 
     def first(self, n: int) -> History:
-        """The first n steps."""
+        """Returns the first n steps."""
         return History({name: column[:n] for name, column in self.columns.items()}, self.lists)
 
     def series(self) -> dict[str, History]:
-        """The steps of each list of parameters, by its name; most steps first.
+        """Returns the steps of each list of parameters by its name; the most steps come first.
 
-        Steps count the calls on a list if there are several series. A list that is clipped at a
-        few limits in turn has a series for each of them. A history without the column `list` is
-        one series without a name.
+        If there are several series, steps are numbered by the calls in each series. A list that is
+        clipped at a few limits in turn has a series for each of them. A history without the column
+        `list` is one series without a name.
         """
         if not self.lists:
             return {"": self}
@@ -143,7 +143,7 @@ class History:
 
 
 def check_path(path: Path) -> None:
-    """Refuses a file that is not CSV by its name."""
+    """Refuses a file whose name does not end in .csv."""
     if path.suffix.lower() != ".csv":
         raise ValueError(
             f"{path}: expected a name that ends in .csv, got {path.suffix or 'no ending'}; rename "
@@ -157,20 +157,20 @@ def read(path: str | os.PathLike[str], column: str | None = None) -> History:
     Args:
         path: a .csv file with a column `norm`. The columns `step`, `coefficient`, `limit`,
             `skipped` and `loss` are optional, and so are named norms in columns `norm/<name>`.
-            A column `list` says which list of parameters a row is of. Other columns are not
-            read. A loss that is no number is unknown. Rows without a norm
-            are left out, and so is a last line without a line break, which a crash may have cut.
-            Without a column `norm`, one whose name ends in `grad_norm` is read, with those that
-            end in `step` and `loss`, as in exports of W&B; or the values of a scalar that
-            TensorBoard exported. Or a .json file: the `trainer_state.json` of Hugging Face.
-        column: the name of the column of norms, where it is another one.
+            A column `list` names the list of parameters that a row is on. Other columns are not
+            read. A loss that is no number is unknown. Rows without a norm are left out, and so is
+            a last line without a line break, which a crash may have cut. Without a column `norm`,
+            columns whose names end in `grad_norm`, `step` and `loss` are read, as in exports of
+            W&B, or the values of a scalar that TensorBoard exported. The file may also be a .json
+            file, the `trainer_state.json` of Hugging Face.
+        column: the name of the column of norms, if it is another one.
 
     Returns:
         The steps in order.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not the history of one run.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not the history of one run.
     """
     path = Path(path)
     is_json = path.suffix.lower() == ".json"
@@ -193,7 +193,7 @@ def read(path: str | os.PathLike[str], column: str | None = None) -> History:
 
 
 def _table_in(text: str) -> Iterator[_Row]:
-    """The rows of a CSV table; the first has the names of the columns."""
+    """Yields the rows of a CSV table; the first one has the names of the columns."""
     lines = csv.reader(io.StringIO(text))
     try:
         for cells in lines:
@@ -204,7 +204,7 @@ def _table_in(text: str) -> Iterator[_Row]:
 
 
 def _logged_in(text: str) -> Iterator[_Row]:
-    """The same of the state that a trainer of Hugging Face saves."""
+    """Yields rows as `_table_in`, from the state that a trainer of Hugging Face saves."""
     state = json.loads(text)
     logged = state.get("log_history") if isinstance(state, dict) else None
     if not (isinstance(logged, list) and all(isinstance(entry, dict) for entry in logged)):
@@ -218,10 +218,10 @@ def _logged_in(text: str) -> Iterator[_Row]:
 
 
 def _history_of(rows: Iterator[_Row], column: str | None) -> History:
-    """The history in a table; ValueError, with the number of the line, for any other table."""
+    """Reads a history from rows; raises ValueError with the line's number for any other table."""
     known = {*COLUMNS, LIST}
     _, header = next(rows, ("", []))
-    # A name may end in a space.
+    # The name of a norm may end in a space.
     names = [n.strip() if n.strip() in known else n.lstrip() for n in header]
     places = {name: i for i, name in enumerate(names)}
     theirs = {ours: places[given] for ours, given in _columns_in(names, column).items()}
@@ -255,7 +255,7 @@ def _history_of(rows: Iterator[_Row], column: str | None) -> History:
 
 
 def _columns_in(names: Sequence[str], column: str | None) -> dict[str, str]:
-    """The columns that are read, by our names: theirs."""
+    """Chooses the columns to read; returns the names in the file by our names."""
     if ("norm" in names and column is None) or not names:
         known = {*COLUMNS, LIST}
         return {name: name for name in names if name in known or name.startswith(PREFIX)}
@@ -277,7 +277,7 @@ def _columns_in(names: Sequence[str], column: str | None) -> dict[str, str]:
         shown = ", ".join(f"{name!r:.40}" for name in norms[:8] or names[:8])
         wanted = "one column of norms, or --column" if norms else f"a column {column or 'norm'!r}"
         raise ValueError(f"line 1: expected {wanted}, got columns {shown}")
-    # Steps and losses may be unknown, and are where several columns may be theirs.
+    # Steps and losses may be missing, and are not read if several columns may be meant.
     return {ours: given[0] for ours, given in found.items() if len(given) == 1}
 
 
@@ -307,7 +307,7 @@ def _number(line: str, name: str, cell: str) -> float:
         return float(cell)
     except ValueError:
         if name == "loss":
-            # A usual name, by which another program may mean something else.
+            # Another program may mean something else by this usual name.
             return torch.nan
         raise ValueError(
             f"{line}: expected {printable(name):.40} to be a number, got {cell!r:.40}"

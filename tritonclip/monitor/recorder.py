@@ -1,4 +1,4 @@
-"""`record` and the recorder: the norms of a run in a file, without waiting for the device."""
+"""`record` and the recorder, which writes the norms of a run without waiting for the device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tritonclip.monitor.history import COLUMNS, LIST, PREFIX, check_path
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 from tritonclip.rules.arguments import as_count, as_flag, local_number
 
-# The place of a truth value in a row.
+# The index of `skipped`, the only truth value in a row.
 _SKIPPED = COLUMNS.index("skipped")
-# Seconds from flush to flush where steps are slow. A flush may write what the last one began to
-# copy, so that a row is in the file after twice this time.
+# Seconds from flush to flush if steps are slow. A flush may write only what the last one began to
+# copy, so that it may take twice this time until a row is in the file.
 _FLUSH_SECONDS = 5.0
 
 
@@ -44,7 +44,7 @@ def record(
     after the last flush, a flush copies the buffer to the host. On CUDA and ROCm the copy runs in
     the background, and the next flush usually writes it; on other accelerators it waits. `flush`,
     `close`, the end of a `with` block and the end of the program write all rows. A process that is
-    killed loses those of its last ten seconds at most, if it adds rows as long as it runs.
+    killed loses at most the rows of its last ten seconds, if it adds rows until then.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip
@@ -62,7 +62,7 @@ def record(
 
     Args:
         path: the .csv file, which is made at the first flush. It has the steps of one run: if it
-            has any already, the first step raises, unless the run resumed from a checkpoint.
+            has steps already, the first step raises, unless the run resumed from a checkpoint.
         every: the largest number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
             Gradients are read once more, unless their rule measures these norms. The optimizer
@@ -75,19 +75,19 @@ def record(
         step; in a loop with :func:`clip_`, call `recorder.add_`.
 
     Raises:
-        FileNotFoundError: no such folder.
+        FileNotFoundError: the folder does not exist.
         TypeError: an argument of another kind.
-        ValueError: another ending, or `every` below 1.
+        ValueError: a name that does not end in .csv, or `every` below 1.
 
     Notes:
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
         Unknown values are empty in the file. Under :func:`patch_torch` and `python -m tritonclip
-        run`, each call is a step, and a further column says which list of parameters it was on. A
-        run that resumes from a checkpoint loads
-        `state_dict()`, as a ClippedOptimizer does with its own; its rows then replace those after
-        the checkpoint. docs/choosing_max_norm.md has all columns.
+        run`, each call is a step, and a further column names the list of parameters that it was on.
+        To resume a run from a checkpoint, load the recorder's `state_dict()`, which a
+        ClippedOptimizer saves and loads with its own; the rows of the resumed run then replace
+        those after the checkpoint. docs/choosing_max_norm.md has all columns.
     """
     return Recorder(path, every=every, each=each, write=write)
 
@@ -112,7 +112,7 @@ class Recorder:
         2,8.0,0.1249999850988388,1.0,0,
 
     Attributes:
-        path: of the file.
+        path: the absolute path of the file.
         every: the largest number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
         steps: the number of the last step, counted from 1 and through resumed runs.
@@ -136,7 +136,7 @@ class Recorder:
         self.every = as_count("every", every, 1)
         self.each = as_flag("each", each)
         self._write = _rank_decides() if write is None else write
-        # Absolute: the program may change its folder.
+        # Absolute, because the program may change its folder.
         self.path = Path(path).absolute()
         check_path(self.path)
         # For a process that does not write, the folder may be on another machine.
@@ -147,11 +147,11 @@ class Recorder:
         self._rows = _RowWriter(self.path, every)
         self.steps: int = 0
         self.names: tuple[str, ...] | None = None
-        # Whether rows say which list they are of; fixed by the first row.
+        # Whether rows name the list that they are on; fixed by the first row.
         self._has_lists = False
         self._lists = GradientLists()
         self._warned_of_lists = False
-        # Also at the end of the program.
+        # Also called at the end of the program.
         self._close = weakref.finalize(self, self._rows.end)
 
     @property
@@ -161,7 +161,7 @@ class Recorder:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this process is a fork of the one that made the recorder, which records."""
+        """Whether this process is a fork, and so not the process that made the recorder."""
         return os.getpid() != self._rows.process
 
     @property
@@ -178,15 +178,15 @@ class Recorder:
             self._check_names(names, of_list)
 
     def append_(self, row: list[Value], of_list: str | None = None) -> None:
-        """Adds a step that was prepared; raises as `add_` does.
+        """Adds a step for which `prepare` was called; raises as `add_` does.
 
-        The row has checked values: norm, coefficient, limit, whether it was skipped, loss and the
-        norms of the names.
+        The row has checked values: norm, coefficient, limit, whether the step was skipped, loss,
+        and the named norms in order.
         """
         self._check_open()
         rows = self._rows
         with rows.lock:
-            # Known since the names are.
+            # `prepare` has found out at the first step whether this process writes.
             if self._write:
                 cells: Row = [self.steps + 1, *row]
                 if self._has_lists:
@@ -209,8 +209,8 @@ class Recorder:
     ) -> None:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
 
-        Values are numbers or one-element tensors on any device; None is unknown. DTensors have to
-        be replicated, as :func:`~tritonclip.clip_grad_norm_` returns the norm of DTensors.
+        Values are numbers or one-element tensors on any device; None is unknown. DTensors must be
+        replicated, as are the norms of DTensors that :func:`~tritonclip.clip_grad_norm_` returns.
 
         Args:
             norm: the global norm *before* clipping, as :func:`~tritonclip.clip_` returns it; 0 or
@@ -218,7 +218,7 @@ class Recorder:
             coefficient: the factor by which the gradients were multiplied.
             limit: the largest norm that the step allowed.
             skipped: whether the step was skipped.
-            loss: of the step's batch, which `suggest` reads.
+            loss: the loss of the step's batch, which `suggest` reads.
             norms: more norms by the name of a group or parameter, as
                 :func:`~tritonclip.norms_by_name` returns them; the same names at every step.
 
@@ -283,7 +283,7 @@ class Recorder:
         """Writes all rows; waits for the device.
 
         Args:
-            wait: False: writes only the rows that have arrived on the host, without waiting.
+            wait: if False, only the rows that have arrived on the host are written, without a wait.
 
         Raises:
             OSError: the file cannot be written; the rows are kept for the next flush.
@@ -296,7 +296,7 @@ class Recorder:
         """Writes all rows and ends the recording; a second call does nothing.
 
         Raises:
-            OSError, RuntimeError: as for `flush`; the end of a `with` block warns in their place.
+            OSError, RuntimeError: as for `flush`; the end of a `with` block warns instead.
         """
         if not self.is_closed:
             self.flush()
@@ -307,11 +307,11 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Code around the block goes on, as in a training.
+        # Trouble is only a warning here, so that the program goes on after the block.
         self._close()
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the last step, for a checkpoint."""
+        """Returns the number of the last step, for a checkpoint."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -382,7 +382,7 @@ class Recorder:
 
 
 def as_recorder(recorder: object) -> Recorder | None:
-    """The user's `recorder`."""
+    """Checks the user's `recorder`."""
     if recorder is None or isinstance(recorder, Recorder):
         return recorder
     raise TypeError(
@@ -392,7 +392,7 @@ def as_recorder(recorder: object) -> Recorder | None:
 
 
 def saved_steps(state: object) -> int:
-    """The step of a recorder's saved state."""
+    """Reads the number of the last step from a recorder's saved state."""
     steps = state.get("steps") if isinstance(state, Mapping) else None
     if not (type(steps) is int and 0 <= steps < 2**53):
         raise ValueError(
@@ -414,7 +414,7 @@ def _rank_decides() -> bool | None:
 def _checked_value(
     name: str, value: object, *, least: float = -math.inf, of_truth: bool = False
 ) -> Value:
-    """A number, a one-element tensor, or None, checked; the value of a tensor is not read."""
+    """Checks a number, a one-element tensor, or None, without reading the value of a tensor."""
     if isinstance(value, Tensor):
         value = local_number(name, value)
         if value.numel() != 1 or value.is_complex() or value.is_meta:
@@ -435,7 +435,7 @@ def _checked_value(
 
 
 def _as_csv(rows: Sequence[Sequence[float | str | None]]) -> bytes:
-    """Lines of comma-separated values; numbers in full precision."""
+    """Formats rows as lines of comma-separated values, with numbers in full precision."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
@@ -444,25 +444,26 @@ def _as_csv(rows: Sequence[Sequence[float | str | None]]) -> bytes:
 class _RowWriter:
     """Carries rows from their device to the file; outlives its recorder until they are written.
 
-    The file is made with the first rows. `resumed` is the step of a checkpoint whose run continues,
-    until rows are written: these replace the rows of later steps in the file.
+    The file is made with the first rows. If the run of a checkpoint continues, `resumed` is its
+    step until rows are written, which then replace the rows of later steps in the file.
     """
 
     def __init__(self, path: Path, every: int) -> None:
         self.path, self.process = path, os.getpid()
         self.buffer = RowBuffer(every)
         self.resumed: int | None = None
-        # On the host, and not yet written.
+        # Rows that are on the host and not written yet.
         self._arrived: list[Row] = []
         self._header = b""
-        # The bytes of whole lines; None before the first ones, when nobody else may have written.
+        # The file's size in bytes after the last write; None before the first one, when it must be
+        # empty.
         self._size: int | None = None
-        # Threads may add rows, and a handler of signals may flush in the midst of it.
+        # Threads may add rows, and a signal handler may flush in the middle of that.
         self.lock = threading.RLock()
         self.due = monotonic() + _FLUSH_SECONDS
 
     def begin(self, names: Sequence[str], *, of_list: bool) -> None:
-        """Fixes the columns, at the first row; raises if the file has others, or another run."""
+        """Fixes the columns at the first row; raises if the file has others, or another run."""
         lists = [LIST] if of_list else []
         header = _as_csv([(*COLUMNS, *lists, *(PREFIX + printable(name) for name in names))])
         if self.path.exists() and self.path.stat().st_size:
@@ -487,7 +488,7 @@ class _RowWriter:
         )
 
     def lists(self) -> list[str]:
-        """The names of lists in the rows that are there."""
+        """Reads the names of lists from the file of a run that is resumed."""
         if self.resumed is None or not self.path.exists():
             return []
         at = len(COLUMNS)
@@ -495,7 +496,7 @@ class _RowWriter:
             return list(dict.fromkeys(row[at] for row in csv.reader(file) if len(row) > at))
 
     def flush(self, *, wait: bool = True) -> None:
-        """Writes the rows on the host, with `wait` all rows; none in a fork."""
+        """Writes the rows that have arrived or, with `wait`, all rows; does nothing in a fork."""
         if os.getpid() != self.process:
             return
         with self.lock:
@@ -507,7 +508,6 @@ class _RowWriter:
                 self._arrived = []
 
     def _write(self) -> None:
-        """Writes the rows on the host."""
         if self.resumed is not None:
             self._size, self.resumed = self._size_until(self.resumed), None
         for row in self._arrived:
@@ -525,7 +525,7 @@ class _RowWriter:
         self._size += size
 
     def _size_until(self, last: int) -> int:
-        """The bytes of the column names and of the rows of steps up to the last one."""
+        """Returns the size in bytes of the first line and of the rows up to the step `last`."""
         if not self.path.exists():
             return 0
         with self.path.open("rb") as file:
@@ -538,7 +538,7 @@ class _RowWriter:
         return size
 
     def end(self) -> None:
-        """Writes all rows, or warns of those that are lost."""
+        """Writes all rows, or warns that they are lost."""
         try:
             self.flush()
         except Exception as error:

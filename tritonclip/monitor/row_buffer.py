@@ -1,4 +1,4 @@
-"""A buffer of rows on their device, which are copied to the host without waiting for them."""
+"""A buffer that keeps rows on their device, and copies them to the host without waiting."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from tritonclip.modes import follow_stream, is_captured, outside_inference, with
 Value = float | Tensor | None
 Row = list[Any]
 
-# Values of a block, 1 MiB in float64. A full block is sent before its rows are due.
+# The number of values of a block, 1 MiB in float64. A full block is sent before a flush is due.
 _BLOCK = 2**17
 
 
-# Stands in a row for a number that its device has.
+# Stands in a row for a number that is still on its device.
 _ON_DEVICE: Any = object()
 
 
@@ -29,7 +29,7 @@ class RowBuffer:
         self._block: Tensor | None = None
         # The last CUDA stream that wrote to the block.
         self._stream: Any = None
-        # Rows on their way to the host, with the numbers of each, and the event of their arrival.
+        # Rows on their way to the host, their numbers, and the event of the arrival.
         self._copies: deque[tuple[list[Row], Tensor | None, Any]] = deque()
 
     def add_(self, row: Sequence[Value | str]) -> None:
@@ -44,12 +44,12 @@ class RowBuffer:
                 cells.append(value)
         if tensors:
             self._write_(tensors, len(tensors))
-        # Last: a flush by a handler of signals may come between any two lines.
+        # Done last, because a signal handler may flush between any two lines.
         self._rows.append(cells)
 
     @without_grad
     def _write_(self, values: list[Tensor], n: int) -> None:
-        """Puts values, n in all, into the block, on its device."""
+        """Writes values, n in all, into the block on its device."""
         # An accelerator if there is one, because uploads do not wait.
         device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
         _refuse_capture(device)
@@ -61,7 +61,7 @@ class RowBuffer:
             n_rows = max(1, min(self._capacity, _BLOCK // n))
             # MPS has no float64.
             shape, dtype = (n_rows, n), torch.float32 if device.type == "mps" else torch.float64
-            # Never an inference tensor, which no later step could write to.
+            # Later steps could not write to an inference tensor.
             block = outside_inference(torch.empty)(shape, dtype=dtype, device=device)
             self._block, self._stream = block, None
         if device.type == "cuda":
@@ -81,13 +81,13 @@ class RowBuffer:
                 self._stream = follow_stream(self._stream, [self._block], self._block.device)
             values, arrival = begin_copy(self._block[: len(self._rows)])
             if values.device == self._block.device:
-                # The copy is the block.
+                # The values are the block itself, which no later step may write to.
                 self._block = None
         self._copies.append((self._rows, values, arrival))
         self._rows = []
 
     def take(self, *, wait: bool) -> list[Row]:
-        """The rows that have arrived since the last call, in order; with `wait` all rows sent."""
+        """Returns the rows that have arrived since the last call; with `wait`, all rows sent."""
         taken: list[Row] = []
         while self._copies:
             rows, values, arrival = self._copies[0]
@@ -106,7 +106,7 @@ class RowBuffer:
 
 
 def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
-    """Values on the host, and the event after which they are there; None where they are."""
+    """Begins to copy values to the host; returns them and the event of arrival, None if arrived."""
     if values.device.type == "cuda":
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)

@@ -1,7 +1,7 @@
 """Statistics of a training run, kept on the device: norms, coefficients, and counts of steps.
 
-A step is counted by its `Verdict`. A flag is a bool where the host decides, else a 0-d tensor, for
-which nothing waits.
+A step is counted by its `Verdict`. A flag is a bool if the host decides; otherwise it is a 0-d
+tensor, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flag: TypeAlias = "bool | Tensor"
 
 
 def either(flag: Flag, other: Flag) -> Flag:
-    """Whether one flag is true; a tensor is on the device of the first flag that is one."""
+    """Whether either flag is true; a result that is a tensor is on the device of the first one."""
     if isinstance(flag, bool):
         return flag or other
     if isinstance(other, bool):
@@ -30,10 +30,10 @@ def either(flag: Flag, other: Flag) -> Flag:
 
 
 class Verdict(NamedTuple):
-    """Whether a step is left out, by the host or by the device alone, for either of two reasons.
+    """Whether a step is left out, by the host or by the device alone, and why.
 
     Attributes:
-        overflow: a GradScaler found one, and counts it.
+        overflow: a GradScaler found an overflow, which is not counted as a skip.
         skip: the policy or `skip_above` skips the step.
     """
 
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     skip: Flag = False
 
     def read(self) -> Verdict:
-        """The same in bools; waits for the device."""
+        """Returns the verdict in bools; waits for the device."""
         if not self.left_out:
             return TAKEN
         overflow = bool(self.overflow)
@@ -52,25 +52,25 @@ class Verdict(NamedTuple):
 TAKEN = Verdict()
 
 
-# In this order in one tensor, which moves in one copy.
+# The counts stand in this order in one tensor, which moves in one copy.
 COUNTS = (
     *("steps", "measured_steps", "clipped_steps", "well_clipped_steps"),
     *("skipped_steps", "overflowed_steps", "consecutive_skips"),
 )
-# A coefficient between it and 1 is that of a norm at the limit, as another clip with the same limit
-# leaves it: that adds up to 1e-6 to the norm it divides by, and so does the rule.
+# A coefficient between this and 1 means that the norm was at the limit, as another clip with the
+# same limit leaves it: that clip and the rule each add up to 1e-6 to the norm they divide by.
 BARELY = 1 - 2e-5
 _SKIPPED, _OVERFLOWED, _IN_A_ROW = range(4, 7)
-# A step whose least coefficient is below the bound of a count adds 1 to it. Without a coefficient,
-# which is then `_UNMEASURED`, it adds to the first alone.
+# A step adds 1 to a count if its least coefficient is below the count's bound. A step without a
+# coefficient has `_UNMEASURED`, and so adds to the first count alone.
 _UNMEASURED = 2.0
 _BOUNDS = (3.0, 2.0, 1.0, BARELY, 0.0, 0.0, 0.0)
 
 
 class StepCounts:
-    """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
+    """Counts of steps that were taken, measured, clipped, skipped, or left out by an overflow.
 
-    They are numbers where the host decides. Elsewhere they are one tensor on the device: nothing
+    They are numbers if the host decides. Otherwise they are one tensor on the device: nothing
     waits for it, and every replay of a captured CUDA graph adds to it.
     """
 
@@ -85,7 +85,7 @@ class StepCounts:
         return self.values.device if isinstance(self.values, Tensor) else torch.device("cpu")
 
     def read(self) -> Tensor:
-        """A copy of all counts in the order of COUNTS, int64[7]."""
+        """Copies all counts in the order of COUNTS, int64[7]."""
         if isinstance(self.values, Tensor):
             return self.values.clone()
         return torch.tensor(self.values, device="cpu")
@@ -102,7 +102,7 @@ class StepCounts:
             numbers[0] += 1
             numbers[_IN_A_ROW] = 0
             if coefficients:
-                # NaN is not below.
+                # A coefficient that is NaN is not below 1, so the step is not counted as clipped.
                 numbers[1] += 1
                 if True in [c < 1 for c in coefficients]:
                     numbers[2] += 1
@@ -111,11 +111,11 @@ class StepCounts:
     def _add_on_device(
         self, counts: Tensor, coefficients: Sequence[float | Tensor], verdict: Verdict
     ) -> None:
-        """As `add`, by operators."""
+        """Does as `add`, by operators on the device."""
         least: float | Tensor = _UNMEASURED
         if coefficients:
             found = [self._here(coefficient) for coefficient in coefficients]
-            # NaN counts as 1. Two tensors with a dimension are compared in the wider dtype.
+            # NaN counts as 1. With a dimension, `least` is compared in the wider dtype of the two.
             least = (found[0] if len(found) == 1 else torch.stack(found)).nan_to_num(nan=1.0)
             least = least.amin(0, keepdim=True) if least.dim() else least.reshape(1)
         step = self._bounds > least
@@ -131,7 +131,7 @@ class StepCounts:
         counts.add_(step)
 
     def _here(self, number: float | Tensor) -> Tensor:
-        """A number or flag on the device of the counts, 0-d."""
+        """Returns a number or flag on the device of the counts, 0-d."""
         if isinstance(number, Tensor):
             return number.to(self.device).reshape(())
         return torch.full((), number, device=self.device)
@@ -143,10 +143,10 @@ class StepCounts:
             if isinstance(self.values, Tensor):
                 self.values = self.values.tolist()
             return
-        # Never an inference tensor, which no later step could add to.
+        # A copy, and not an inference tensor: later steps add to it in place.
         self.values = self.read().to(device, copy=True)
         self._bounds = torch.tensor(_BOUNDS, dtype=torch.float32, device=device)
-        # What a step adds that was left out for one of the two reasons.
+        # The counts that a step adds to if it was left out, for each of the two reasons.
         self._skipped = torch.tensor([0, 0, 0, 0, 1, 0, 1], device=device)
         self._overflowed = torch.tensor([0, 0, 0, 0, 0, 1, 0], device=device)
 
@@ -162,8 +162,8 @@ class Clipped(NamedTuple):
     """The outcome of one rule at one step: 0-d tensors, or numbers.
 
     Attributes:
-        norm: before clipping, 0-d; the largest norm for a rule that is per gradient.
-        coefficient: the least coefficient for a rule that is per gradient.
+        norm: the norm before clipping, 0-d; the largest norm for a rule that is per gradient.
+        coefficient: the factor of the gradients; the least one for a rule that is per gradient.
         limit: the largest norm after clipping; NaN if there is no single limit.
     """
 
@@ -172,12 +172,12 @@ class Clipped(NamedTuple):
     limit: float | Tensor
 
 
-# By parameter group, None for the wrapper's rule; the value is None for a rule without a norm.
+# Keys are parameter groups, None for the wrapper's rule; values are None for rules without a norm.
 Outcomes = dict[int | None, Clipped | None]
 _UNKNOWN = (torch.nan, torch.nan, torch.nan)
 # Counts that a summary leaves out.
 _NOT_SHOWN = ("measured_steps", "well_clipped_steps")
-# Clipped steps, all of them at the limit, that are warned of.
+# A warning comes after so many clipped steps, if all of them had a norm at the limit.
 _SUSPICIOUS = 10
 _LAST = ("last_norm", "last_coefficient", "last_limit")
 
@@ -203,14 +203,14 @@ class ClipStats:
         0.5
     """
 
-    # Of the class, so that a loaded state leaves both as they are.
+    # Defaults on the class, so that loading a state does not reset either of them.
     _was_warned = False
     _follows = False
 
     def __init__(self, device: torch.device) -> None:
         self._counts = StepCounts(device)
         self._moved_to = device
-        # Of the last step that was taken, as it came: tensors are made where they are asked for.
+        # The outcomes of the last step that was taken; tensors are made of them only when read.
         self._last: Outcomes = {}
 
     @property
@@ -222,8 +222,8 @@ class ClipStats:
     def last_norm(self) -> Tensor:
         """The norm *before* clipping at the last step under the wrapper's rule, floating-point.
 
-        For a rule with a norm for each gradient, the largest. NaN for ClipByValue, which measures
-        no norm, and before the first step.
+        The largest one for a rule with a norm for each gradient. NaN for ClipByValue, which
+        measures no norm, and before the first step.
         """
         return self._of(None)[0]
 
@@ -234,7 +234,7 @@ class ClipStats:
 
     @property
     def group_coefficients(self) -> dict[int, Tensor]:
-        """The `last_coefficient` of these groups."""
+        """The `last_coefficient` of each of these groups, by the group's number."""
         return {i: self._of(i)[1].clone() for i in self._last if i is not None}
 
     @property
@@ -261,8 +261,8 @@ class ClipStats:
     def overflowed_steps(self) -> Tensor:
         """Steps that a GradScaler left out because of an overflow; 0-d int64.
 
-        torch's GradScaler does not call `step` for them, and they do not count, unless the wrapped
-        optimizer is fused.
+        Under torch's GradScaler they count only if the wrapped optimizer is fused. For any other
+        one, torch's GradScaler does not call `step`.
         """
         return self._counts.read()[5]
 
@@ -277,12 +277,12 @@ class ClipStats:
 
         0-d, of the dtype of `last_norm`; the least one for a rule with several.
         """
-        # A copy: the original may be one that backends write to again.
+        # Copied, because a backend may write to the original again.
         return self._of(None)[1].clone()
 
     @property
     def last_limit(self) -> Tensor:
-        """The largest norm that the wrapper's rule allowed at the last step; as `last_coefficient`.
+        """The largest norm that the wrapper's rule allowed at the last step; 0-d as `last_norm`.
 
         NaN if gradients had different limits, for ClipByValue, and before the first step.
         """
@@ -302,8 +302,8 @@ class ClipStats:
 
         Warns:
             UserWarning: ten steps or more were clipped by limits that do not follow the norms, and
-                no norm was more than 2e-5 of the limit above it: something else clips first. Where
-                the host decides, the tenth step says it.
+                no norm exceeded its limit by more than 2e-5 of it: something else clips first. If
+                the host decides, the tenth clipped step warns already.
 
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
@@ -319,7 +319,7 @@ class ClipStats:
         measured = dict(zip(("norm", "coefficient", "limit"), self._of(None), strict=True))
         for i in self.group_norms:
             measured[f"group{i}_norm"], measured[f"group{i}_coefficient"], _ = self._of(i)
-        # One transfer for all.
+        # All numbers move in one transfer.
         counts = counts.double()
         row = torch.cat([counts, torch.stack([f.to(counts) for f in measured.values()])]).tolist()
         numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
@@ -330,7 +330,7 @@ class ClipStats:
         return {**last_numbers, **numbers, "clipped_share": share}
 
     def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
-        """Warns, once, where every clipped norm was at the limit."""
+        """Warns once if every clipped norm was at the limit."""
         if n_clipped < _SUSPICIOUS or n_well_clipped or self._was_warned or self._follows:
             return
         self._was_warned = True
@@ -346,8 +346,8 @@ class ClipStats:
     ) -> None:
         """Keeps the outcomes of a step and counts it.
 
-        A step that was left out changes nothing but the count of overflows or of skips. A limit
-        that `follows` the norms may often be near them.
+        A step that was left out changes nothing but the count of overflows or of skips. If a limit
+        `follows` the norms, it may often be near them, so there is no warning.
         """
         self._follows = self._follows or follows
         left_out, coefficients = verdict.left_out, []
@@ -366,7 +366,7 @@ class ClipStats:
             self._warn_if_clipped_before(known[2], known[3])
 
     def _kept(self, owner: int | None, outcome: Clipped | None, left_out: Tensor) -> Clipped | None:
-        """The outcome of a step, or that of the last one where the device left the step out."""
+        """Returns the outcome of a step, or the last step's if the device left this one out."""
         if outcome is None and self._last.get(owner) is None:
             return None
         stays, numbers = left_out.to(self.device), []
@@ -378,7 +378,7 @@ class ClipStats:
         return Clipped(*numbers)
 
     def _of(self, owner: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm, coefficient and limit of a rule at the last step, 0-d; NaN where it has none."""
+        """Returns norm, coefficient and limit of a rule at the last step, 0-d; NaN if unknown."""
         outcome = self._last.get(owner)
         if outcome is None:
             nan = torch.full((), torch.nan, dtype=torch.float32, device=self.device)
@@ -400,7 +400,7 @@ class ClipStats:
         return f"<ClipStats on {self.device}; summary() reads it>"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all tensors but those of single groups, by name."""
+        """Copies all statistics but those of single groups, by name."""
         counts = dict(zip(COUNTS, self._counts.read(), strict=True))
         return counts | {name: getattr(self, name).clone() for name in _LAST}
 
@@ -424,15 +424,15 @@ class ClipStats:
 
 
 def _saved_number(name: str, value: object, device: torch.device) -> Tensor:
-    """A number in a saved state, as a 0-d floating-point tensor on a device."""
+    """Reads a number of a saved state as a 0-d floating-point tensor on a device."""
     if type(value) in (float, int):
         number = float(value)  # type: ignore[arg-type]  # a number
         wide = torch.tensor(number, dtype=torch.float64, device="cpu")
-        # Not every device has float64, nor a number that needs it.
+        # Only a number that needs float64 gets it, because not every device has it.
         value = wide if wide.isfinite() and wide.float() != wide else wide.float()
     if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 0:
         if value.is_meta:
-            # Unknown.
+            # A tensor on meta has no value.
             return torch.full_like(value, torch.nan, device=device)
         return value.detach().to(device, copy=True)
     raise ValueError(
@@ -442,7 +442,7 @@ def _saved_number(name: str, value: object, device: torch.device) -> Tensor:
 
 
 def as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a 0-d tensor as a 0-d tensor with the dtype and device of `like`."""
+    """Returns a number or a 0-d tensor as a 0-d tensor with the dtype and device of `like`."""
     if isinstance(number, Tensor):
         return number.to(like)
     return torch.scalar_tensor(number, dtype=like.dtype, device=like.device)

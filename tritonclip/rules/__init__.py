@@ -1,4 +1,4 @@
-"""Rules: the limits of gradients. `__all__` has the public names, which are tritonclip's too."""
+"""Rules set the limits of gradients. `__all__` lists the public names, which tritonclip has too."""
 
 from tritonclip.rules.fixed import (
     ClipByGlobalNorm,

@@ -9,16 +9,16 @@ import torch
 
 from tritonclip.messages import warn_user
 
-# A number that depends on the step: how many calls or steps came before.
+# A number that depends on the step, which is the number of earlier calls or steps.
 Schedule = Callable[[int], float]
-# The limit 0 of one step, which is no mistake.
+# A limit of 0 that a schedule gives for one step, which is no mistake and raises no warning.
 OF_SCHEDULE = -0.0
 # The least normal number of float32.
 _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float."""
+    """Returns the argument as a float."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
@@ -42,7 +42,7 @@ def as_number(name: str, value: object) -> float:
 
 
 def local_number(name: str, number: torch.Tensor) -> torch.Tensor:
-    """A tensor itself, or the local one of a DTensor that is one number on all processes."""
+    """Returns a tensor itself, or the local tensor of a DTensor that is the same everywhere."""
     placements = getattr(number, "placements", None)
     if placements is None:
         return number
@@ -57,7 +57,7 @@ def local_number(name: str, number: torch.Tensor) -> torch.Tensor:
 
 
 def as_limit(name: str, value: object) -> float:
-    """The argument as a float of 0 or more, or inf."""
+    """Returns the argument as a float of 0 or more, or inf."""
     number = value if type(value) is float else as_number(name, value)
     if not number >= 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
@@ -66,7 +66,7 @@ def as_limit(name: str, value: object) -> float:
 
 
 def as_eps(name: str, value: object) -> float:
-    """The argument as a finite float of 0 or more."""
+    """Returns the argument as a finite float of 0 or more."""
     number = as_limit(name, value)
     if number == math.inf:
         raise ValueError(f"{name} must be finite, got inf")
@@ -74,7 +74,7 @@ def as_eps(name: str, value: object) -> float:
 
 
 def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
-    """As `as_limit`, or a function of the step; warns of 0, which trainers take for no limit."""
+    """Returns a limit or a function of the step; warns of 0, which trainers take for no limit."""
     if is_function(value):
         return value
     number = as_limit(name, value)
@@ -88,7 +88,7 @@ def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
 
 
 def as_number_or_schedule(name: str, value: object) -> float | Schedule:
-    """As `as_number`, or a function of the step."""
+    """Returns the argument as a float, or a function of the step as it is."""
     return value if is_function(value) else as_number(name, value)
 
 
@@ -98,7 +98,7 @@ def is_function(value: object) -> TypeGuard[Schedule]:
 
 
 def as_fraction(name: str, value: object) -> float:
-    """The argument as a float above 0 and below 1."""
+    """Returns the argument as a float above 0 and below 1."""
     number = as_number(name, value)
     if not 0 < number < 1:
         remedy = f"; write {number / 100:g} for {number:g}%" if 1 < number < 100 else ""
@@ -107,7 +107,7 @@ def as_fraction(name: str, value: object) -> float:
 
 
 def as_positive(name: str, value: object) -> float:
-    """The argument as a float that is positive and finite."""
+    """Returns the argument as a float that is positive and finite."""
     number = as_number(name, value)
     if not 0 < number < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {number}")
@@ -115,7 +115,7 @@ def as_positive(name: str, value: object) -> float:
 
 
 def as_count(name: str, value: object, least: int) -> int:
-    """The argument as an integer of at least `least`."""
+    """Returns the argument as an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
     if value < least:
@@ -124,11 +124,11 @@ def as_count(name: str, value: object, least: int) -> int:
 
 
 def saved_count(name: str, value: object) -> int:
-    """A count in a saved state, an int or a 0-d integer tensor; one without values counts as 0."""
+    """Reads a count of a saved state, an int or a 0-d integer tensor; on meta it counts as 0."""
     number = value
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
         number = 0 if value.is_meta else value.item()
-    # Far from where an int64 ends.
+    # The bound lies well below the largest int64.
     if type(number) is int and 0 <= number < 2**62:
         return number
     raise ValueError(
@@ -138,7 +138,7 @@ def saved_count(name: str, value: object) -> int:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """The argument as a bool; 0 and 1 are read too."""
+    """Returns the argument as a bool; accepts 0 and 1 too."""
     try:
         if value in (False, True):
             return bool(value)
@@ -151,7 +151,7 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_norm_type(name: str, value: object) -> float:
-    """The order of a norm as a float, from 1 to inf; 'inf' is read too."""
+    """Returns the order of a norm as a float from 1 to inf; accepts 'inf' too."""
     is_text = isinstance(value, str) and value == "inf"
     number = math.inf if is_text else as_number(name, value)
     if not number >= 1:
@@ -169,7 +169,7 @@ def check_one_float(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
-    """The loss scale: a number, or a one-element tensor that the call does not wait for."""
+    """Returns the loss scale as a number, or as a one-element tensor that is on a device."""
     if grad_scale is None:
         return 1.0
     if isinstance(grad_scale, torch.Tensor):
@@ -178,7 +178,7 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu":
             return grad_scale.detach()
-    # Numbers come first: torch.compile cannot look for attributes of one that changes.
+    # Numbers are excluded first: torch.compile cannot look up attributes of one that changes.
     if not isinstance(grad_scale, Real) and hasattr(grad_scale, "get_scale"):
         raise TypeError(
             f"grad_scale must be a number or a tensor, got a {type(grad_scale).__name__}; pass its "

@@ -1,4 +1,4 @@
-"""Rules whose limit depends on no norm of gradients, and numbers as rules."""
+"""Rules whose limit depends on no norm of gradients, and rules made from numbers."""
 
 import math
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
@@ -58,13 +58,12 @@ class ClipByGlobalNorm(_ClipNorm):
     Args:
         max_norm: the largest norm of all gradients together after clipping; 0 or more, inf clips
             nothing. Or a function of the step; :class:`ClipState` has an example.
-        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
-            number from 1 to inf.
+        norm_type: the order of the norm, from 1 to inf: 2 is Euclidean, inf the largest magnitude.
         eps: added to the norm; 1e-6 as in `torch.nn.utils.clip_grad_norm_`. With 0, as in Paddle
             and TensorFlow, gradients whose norm equals `max_norm` do not change.
 
     Raises:
-        ValueError: a limit or `eps` that is negative or NaN, or no order of a norm.
+        ValueError: a negative limit or `eps`, an infinite `eps`, a `norm_type` below 1, or NaN.
         TypeError: an argument that is not a number.
 
     References:
@@ -102,7 +101,7 @@ class ClipByNorm(_ClipNorm):
             whose norm equals `max_norm` does not change.
 
     Raises:
-        ValueError: a limit or `eps` that is negative or NaN, or no order of a norm.
+        ValueError: a negative limit or `eps`, an infinite `eps`, a `norm_type` below 1, or NaN.
         TypeError: an argument that is not a number.
 
     References:
@@ -156,7 +155,7 @@ class ClipByRMS(Rule):
 
     def limit(self, measured: Measured) -> Tensor:
         max_rms = number_of(self, "max_rms")
-        # inf * 0 would be NaN: a gradient without elements has the norm 0.
+        # Counts at least one element: for an empty gradient, the limit inf * 0 would be NaN.
         return measured.sizes().clamp(min=1).sqrt() * max_rms
 
 
@@ -229,7 +228,7 @@ class Bounds(dict[torch.dtype, tuple[float, float]]):
 
 
 def _rounded(bound: float, dtype: torch.dtype) -> float:
-    # No bound, also for a dtype without inf; and -0.0 stays what it is.
+    # inf means no bound, even for a dtype without inf; and -0.0 keeps its sign.
     if math.isinf(bound) or not bound:
         return bound
     largest = torch.finfo(dtype).max
@@ -306,7 +305,7 @@ class ClipByValue(Rule):
         return Bounds(*self.interval())
 
     def __getstate__(self) -> dict[str, Any]:
-        # The fields alone.
+        # Copies have the fields, but not the cached bounds.
         return {name: value for name, value in vars(self).items() if name != "bounds"}
 
     @property
@@ -318,14 +317,14 @@ class ClipByValue(Rule):
         return number_of(self, "min"), number_of(self, "max")
 
 
-# The rules of the last numbers. Only for floats: it takes True for 1.
+# A cache of the rules of recent numbers. Pass only floats: it would take True for 1.
 known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda cls, *numbers: cls(*numbers))
 
 
 def rule_of(cls: type[T], *numbers: float) -> T:
-    """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
+    """Makes the rule of some numbers, or finds it in a cache, but not under torch.compile."""
     for number in numbers:
-        # One of 0 warns each line that passes it.
+        # A limit of 0 is not cached, because it warns at each line that passes it.
         if type(number) is not float or not number:
             return cls(*numbers)
     return cls(*numbers) if torch.compiler.is_compiling() else known_rule(cls, *numbers)
@@ -333,7 +332,7 @@ def rule_of(cls: type[T], *numbers: float) -> T:
 
 @dataclass(frozen=True, repr=False)
 class _Negative:
-    """The negative of a schedule: equal for the same one."""
+    """The negative of a schedule; negatives of the same schedule are equal."""
 
     schedule: Schedule
 
@@ -345,9 +344,9 @@ class _Negative:
 
 
 def as_rule(name: str, value: object) -> Rule:
-    """The rule itself, or `ClipByGlobalNorm` of a number."""
+    """Returns a rule itself, or makes `ClipByGlobalNorm` of a number or a function of the step."""
     if isinstance(value, Rule):
-        _ = value.norm  # Raises where there is none.
+        _ = value.norm  # Raises for a norm_type or eps out of range.
         return value
     if type(value) is float:
         return rule_of(ClipByGlobalNorm, value)
@@ -367,7 +366,7 @@ def as_rule(name: str, value: object) -> Rule:
 
 
 def _remedy(value: object) -> str:
-    """Advice for an argument that is no rule; "" where there is none."""
+    """Gives advice for an argument that is no rule, or ""."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, Adaptive):
         return f"; pass ClippedOptimizer(skip_above={cls.__name__}(...))"
@@ -387,8 +386,8 @@ def _remedy(value: object) -> str:
 
 
 def rule_for_one(name: str, rule: object) -> ClipByNorm | ClipByValue:
-    """The rule of a user of the function `name`; raises for one of several gradients or steps."""
-    # Not a subclass, whose limit would not be asked for.
+    """Checks a rule for the function `name`, which sees one gradient at a time and no steps."""
+    # Subclasses are refused, because their limit would not be asked for.
     if type(rule) is ClipByNorm or type(rule) is ClipByValue:
         if not rule.fixed:
             raise ValueError(

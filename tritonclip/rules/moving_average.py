@@ -1,4 +1,4 @@
-"""Limits from moving averages: of all norms, or of those of each gradient."""
+"""Limits from moving averages of the global norm, or of the norm of each gradient."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tritonclip.rules.arguments import (
 )
 from tritonclip.rules.rule import AdaptiveRule, are_counts, bounded, checked, rule
 
-# Added to the deviation, as in ZClip: the deviation of equal norms is 0.
+# Added to the deviation as in ZClip, because the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
 
 
@@ -84,7 +84,7 @@ class ClipByZScore(AdaptiveRule):
         return (0.0, 0.0, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limit of a spike, inf for other norms; the moments, with the norm after clipping."""
+        """Limits a spike, and no other norm; the norm after clipping enters the moments."""
         mean, variance, n = state.unbind()
         warm = n >= self.warmup
         deviation, excess = variance.sqrt(), norm - mean
@@ -101,7 +101,7 @@ class ClipByZScore(AdaptiveRule):
         return bounded(limit, self.max_norm), torch.stack([mean, variance, n])
 
     def accepts(self, state: Tensor) -> bool:
-        """Finite moments, which are not negative."""
+        """Whether the moments are finite and not negative."""
         return bool(((state >= 0) & state.isfinite()).all()) and are_counts(state[-1])
 
 
@@ -167,14 +167,14 @@ class ClipByOwnHistory(AdaptiveRule):
         return (math.inf, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limits: by the averages, or during the warm-up by the global norm."""
+        """Limits norms by the averages or, during the warm-up, by the global norm."""
         average, n = state.unbind(-1)
         warm = n >= self.warmup
         max_norm = as_number("max_norm", self.max_norm)
-        # Divided by the largest norm, whose square may not fit.
+        # The norms are divided by the largest one, whose square may overflow.
         info = torch.finfo(norm.dtype)
         shares = norm / norm.amax().clamp(info.tiny, info.max)
-        # Where all norms are 0, so is the limit, which is NaN only where a norm is not finite.
+        # If all norms are 0, the limit is 0, too. It is NaN only if a norm is not finite.
         by_global_norm = shares / torch.linalg.vector_norm(shares).clamp(info.tiny) * max_norm
         # For a norm of inf, any finite limit gives the coefficient 0.
         by_global_norm = by_global_norm.masked_fill(norm == math.inf, max_norm)
@@ -184,9 +184,9 @@ class ClipByOwnHistory(AdaptiveRule):
         moving = clipped.lerp(average, self.decay)
         average = torch.where(warm, moving, torch.minimum(average, clipped))
         after = torch.stack([average, n + 1], dim=-1)
-        # Beside a norm that is NaN or inf, the others are clipped to NaN or 0.
+        # Beside a norm that is NaN or inf, the others are clipped to NaN or 0 and do not count.
         return limit, torch.where((clipped > 0)[..., None], after, state)
 
     def accepts(self, state: Tensor) -> bool:
-        """Positive averages."""
+        """Whether all averages are positive."""
         return bool((state[..., 0] > 0).all()) and are_counts(state[..., 1])

@@ -2,7 +2,7 @@
 
 The engine asks a rule for its numbers, and never checks its class. Users write rules too: what
 docs/clipping.md names is stable, and all other attributes are for the rules of this folder.
-docs/architecture.md lists the edits for one of these.
+docs/architecture.md lists the edits that add a rule here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing_extensions import dataclass_transform
 from tritonclip.rules.arguments import OF_SCHEDULE, Schedule, as_eps, as_norm_type, as_number
 
 Kind = TypeVar("Kind", bound=type)
-# All that `rule` made: what a checkpoint may have.
+# All classes that `rule` made, which a checkpoint may have.
 RULE_CLASSES: list[Any] = []
 
 
 class Norm(NamedTuple):
-    """What is measured of gradients.
+    """A kind of norm to measure.
 
     Attributes:
         order: p of the p-norm.
-        each: of each gradient, in place of all together.
-        by_unit: of each slice along the first dimension, and of its weights.
+        each: each gradient has a norm, in place of one of all together.
+        by_unit: each slice along the first dimension has a norm, and so have its weights.
     """
 
     order: float = 2.0
@@ -38,20 +38,20 @@ class Norm(NamedTuple):
 
 
 class Measured(Protocol):
-    """The measurements of a call before it writes; own rules use `norm` and `sizes`."""
+    """The measurements of a call before it writes; users' rules read `norm` and `sizes`."""
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
 
-        0-d; 1-d, one norm a gradient, for a rule that is `per_gradient`. Gradients that only other
-        processes have are among them.
+        It is 0-d; for a rule that is `per_gradient`, it is 1-d with the norm of each gradient, also
+        of gradients that only other processes have.
         """
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """Of the gradients among the parameters, None for all; and how many parameters."""
+        """The positions of gradients among parameters, None for all; the number of parameters."""
 
 
 def _overrides(cls: type, method: str, other: str) -> bool:
@@ -63,13 +63,13 @@ def _overrides(cls: type, method: str, other: str) -> bool:
 
 
 def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -> Any:
-    """A field of a `rule`, which becomes `check(name, value)` where one is made."""
+    """Declares a field of a `rule`, whose value becomes `check(name, value)`."""
     return field(default=default, metadata={"check": check})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(checked,))
 def rule(cls: Kind) -> Kind:
-    """Makes a class a frozen value of `checked` fields, which a checkpoint may have."""
+    """Makes a class a frozen dataclass of `checked` fields, which a checkpoint may have."""
     made: Any = dataclass(frozen=True)(cls)
     made.checks = tuple(
         (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
@@ -90,11 +90,11 @@ class _Checked:
 
 
 class Rule(_Checked):
-    """Base class of rules: one of your own is a subclass that defines `limit`.
+    """Base class of rules. To write a rule, define `limit` in a subclass.
 
-    It serves wherever a rule does: in :func:`clip_`, :class:`ClippedOptimizer` and the trainers, on
-    every backend and over several processes. If its limit follows the norms of earlier calls,
-    extend :class:`AdaptiveRule` instead. Other methods and attributes than these are internal.
+    The subclass works wherever a rule does: in :func:`clip_`, :class:`ClippedOptimizer` and the
+    trainers, on every backend and over several processes. If its limit follows the norms of earlier
+    calls, extend :class:`AdaptiveRule` instead. All other methods and attributes are internal.
 
     Attributes:
         norm_type: p of the p-norm that is measured; 2 by default.
@@ -120,7 +120,7 @@ class Rule(_Checked):
         tensor(0.9076)
     """
 
-    # The arguments of the constructor, in order; a dataclass sets it.
+    # The arguments of the constructor, in order; a dataclass sets them.
     __match_args__: ClassVar[tuple[str, ...]] = ()
     # The arguments that may be functions of the step.
     schedules: ClassVar[tuple[str, ...]] = ()
@@ -141,7 +141,7 @@ class Rule(_Checked):
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
     def __init_subclass__(cls) -> None:
-        """Drops `known_limit` where a class or mixin overrides the `limit` that it stands for."""
+        """Drops `known_limit` if a class or mixin overrides the `limit` that it stands for."""
         super().__init_subclass__()
         if cls.limit is not Rule.limit:
             cls.known_limit = None
@@ -156,14 +156,14 @@ class Rule(_Checked):
         """The largest norm after clipping; gradients of a smaller norm are not changed.
 
         Args:
-            measured: `measured.norm()` is the norm before clipping, a 0-d tensor on the device of
-                the gradients; of all processes, and without the loss scale. For a rule that is
+            measured: `measured.norm()` is the norm before clipping over all processes, without the
+                loss scale: a 0-d tensor on the device of the gradients. For a rule that is
                 `per_gradient` it is 1-d, with the norm of each gradient, and `measured.sizes()` has
-                the numbers of their elements.
+                the number of elements of each.
 
         Returns:
-            A number of 0 or more, or a tensor on any device, 0-d. For a rule that is `per_gradient`
-            also a list or a 1-d tensor with the limit of each gradient.
+            A number of 0 or more, or a 0-d tensor on any device. A rule that is `per_gradient` may
+            also return a list or a 1-d tensor with the limit of each gradient.
         """
         limit: float | Schedule | None = self.known_limit
         if callable(limit):
@@ -181,10 +181,10 @@ class Rule(_Checked):
         """The norm that the limit is for.
 
         Raises:
-            TypeError, ValueError: `norm_type` and `eps` of a user's rule may be anything.
+            TypeError, ValueError: a `norm_type` or `eps` of a user's rule that is out of range.
         """
         p, eps = self.norm_type, self.eps
-        # Every call that measures a norm passes here.
+        # Every call that measures a norm passes here, so that valid values are tested quickly.
         if not (type(p) is type(eps) is float and p >= 1 and 0 <= eps < math.inf):
             try:
                 as_norm_type("norm_type", as_number("norm_type", p))
@@ -226,14 +226,14 @@ class Rule(_Checked):
 class Adaptive(_Checked):
     """A limit that follows the norms of earlier calls.
 
-    Its state is one tensor, float64 where the device has it. One tensor is moved, saved and
-    replaced as a whole. `advance` is a pure function of tensors: it never waits for the device, and
-    a step that is skipped leaves no trace. On a few numbers, calling an operator costs more than
-    its arithmetic: `advance` has few.
+    Its state is one tensor, which is moved, saved and replaced as a whole; float64 if the device
+    has it. `advance` is a pure function of tensors: it never waits for the device, and a step that
+    is skipped leaves no trace. On a few numbers, calling an operator costs more than its
+    arithmetic, so `advance` calls few.
     """
 
     def __init_subclass__(cls) -> None:
-        """Drops the check of states where a class or mixin overrides `advance`."""
+        """Drops the check of states if a class or mixin overrides `advance`."""
         super().__init_subclass__()
         if _overrides(cls, "advance", "accepts"):
             cls.accepts = Adaptive.accepts  # type: ignore[method-assign]
@@ -246,17 +246,17 @@ class Adaptive(_Checked):
         )
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limit for a norm, and the state after that norm.
+        """Returns the limit for a norm, and the state after that norm.
 
-        A pure function of tensors, which changes neither. Where a norm does not count, the state
-        stays as it was, whatever is returned.
+        It is a pure function of tensors, and changes neither argument. If a norm does not count,
+        its state stays as it was, whatever is returned.
 
         Args:
-            state: float64[k]; float64[n, k] for a rule that is `per_gradient`, of n gradients.
-            norm: before clipping, float64, 0-d; [n] for a rule that is `per_gradient`.
+            state: float64[k]; for a rule that is `per_gradient`, float64[n, k] for n gradients.
+            norm: the norm before clipping, float64, 0-d; [n] for a rule that is `per_gradient`.
 
         Returns:
-            The limit, shaped as `norm`, inf where there is none; the new state, shaped as `state`.
+            The limit in the shape of `norm`, inf for no limit; the new state in that of `state`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no advance; expected a method advance(self, state, norm) "
@@ -264,21 +264,21 @@ class Adaptive(_Checked):
         )
 
     def accepts(self, state: Tensor) -> bool:
-        """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
+        """Whether `advance` can have left this loaded state, which is float64 on the CPU."""
         return True
 
     def counts(self, norm: Any) -> Any:
-        """Whether norms, a tensor or a number, may enter a state: those finite and not 0."""
-        # 0 < norm, and NaN < norm where it is NaN or inf. To compare with a number takes longer.
+        """Whether norms, a tensor or a number, enter a state: only finite ones that are not 0."""
+        # 0 < norm, or NaN < norm for NaN and inf. Comparing a tensor with a number takes longer.
         return norm - norm < norm
 
 
 class AdaptiveRule(Adaptive, Rule):
     """Base class of rules whose limit follows the norms of earlier calls.
 
-    A rule of your own is a subclass that defines `start` and `advance`. Attributes are those of
-    :class:`Rule`. The state between calls is some numbers, which a :class:`ClippedOptimizer` or a
-    :class:`ClipState` keeps and saves: every class, and every number of numbers, has its own kind.
+    To write such a rule, define `start` and `advance` in a subclass. Attributes are those of
+    :class:`Rule`. A :class:`ClippedOptimizer` or a :class:`ClipState` keeps and saves the numbers
+    between calls, and refuses those of another class or of another count.
 
     Example:
         >>> import dataclasses, torch, tritonclip
@@ -299,7 +299,7 @@ class AdaptiveRule(Adaptive, Rule):
     """
 
     def __init_subclass__(cls) -> None:
-        """Refuses a `limit`, which nothing would ask."""
+        """Refuses a `limit`, which nothing would call."""
         super().__init_subclass__()
         if cls.limit is not AdaptiveRule.limit:
             raise TypeError(
@@ -317,7 +317,7 @@ class AdaptiveRule(Adaptive, Rule):
 
 
 def has_user_limit(rule: Rule) -> bool:
-    """Whether a limit is code of the user's, which may raise on one process alone."""
+    """Whether a rule's limit is the user's code, which may raise on one process alone."""
     cls: Any = type(getattr(rule, "rule", rule))
     limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
     module = str(getattr(limit, "__module__", ""))
@@ -325,7 +325,7 @@ def has_user_limit(rule: Rule) -> bool:
 
 
 def number_of(rule: Rule, name: str) -> float:
-    """An attribute of a rule that is a number, and no function of the step."""
+    """Returns an attribute of a rule as a number; raises if it is a function of the step."""
     number: float | Schedule = getattr(rule, name)
     if callable(number):
         raise needs_state(rule.name)
@@ -333,7 +333,7 @@ def number_of(rule: Rule, name: str) -> float:
 
 
 def needs_state(name: str) -> ValueError:
-    """The error for a rule whose limit changes from call to call, without a state."""
+    """Makes the error for a rule whose limit changes from call to call, but that has no state."""
     return ValueError(
         f"{name} has a limit that changes from call to call, and needs a state between them: make "
         "state = tritonclip.ClipState() once, before the loop, and pass state=state, or use "
@@ -347,15 +347,15 @@ def are_counts(numbers: Tensor) -> bool:
 
 
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
-    """A limit that is at most `max_norm`, a number in the rule of a step."""
+    """Bounds a limit by `max_norm`, which `Rule.at` has turned into a number."""
     return limit if max_norm == math.inf else limit.clamp(max=as_number("max_norm", max_norm))
 
 
 def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """The limit for a norm, and the state after it, which is that before where none counts.
+    """Calls `advance`, and keeps the state as it was where a norm does not count.
 
     Raises:
-        TypeError: the shapes of a user's results are not those expected.
+        TypeError: a user's `advance` returns other things than two tensors of these shapes.
     """
     result = rule.advance(state, norm)
     expected = [norm.shape, state.shape]
@@ -374,7 +374,7 @@ def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tenso
 
 
 def kind_of(rule: Any) -> str:
-    """The class and row length that the state of an adaptive rule must have; "" for other rules."""
+    """Names the class and row length of an adaptive rule's state; "" for other rules."""
     if not isinstance(rule, Adaptive):
         return ""
     start = rule.start()

@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonclip.modes import outside_inference
 from tritonclip.rules.rule import Adaptive, Measured, Rule, advanced, kind_of
 
-# Of saved values, which programs may have cast.
+# The dtypes of saved values, which programs may have cast.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,27 +39,27 @@ class ClipState:
         steps: the number of calls so far.
 
     Notes:
-        A state refuses another list than its own. It knows a list by the number of parameters and
-        by the first one; for a rule that remembers the norm of each gradient, by all parameters in
-        their order. It keeps these alive. A copied or loaded state accepts any list of that length.
+        A state refuses any list but its own. It knows the list by the number of parameters and by
+        the first one or, for a rule that remembers the norm of each gradient, by all parameters in
+        order. It keeps these alive. A copied or loaded state accepts any list of that length.
 
         Norms are remembered where they are measured, on the gradients' device; no call waits for
-        it. In a captured CUDA graph each replay updates the norms, but the step stays that of the
-        capture.
+        it. In a captured CUDA graph, each replay updates the norms, but the step stays the one at
+        which the graph was captured.
     """
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
-        # A row, or one for each parameter; numbers after a step that the host judged.
+        # The values: one row, or one for each parameter; a list of numbers if the host judged.
         self._kept: Tensor | list[float] | None = None
-        # Values from elsewhere, which no rule has seen; and the rule that has seen them.
+        # Whether the values were loaded and not checked yet; and the last rule that fits them.
         self._is_loaded, self._known_rule = False, None
-        # Of the list, for a rule with one row of values.
+        # The length of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
         self._list: Sequence[Tensor] = ()
         # The row of a parameter before its first norm.
         self._start: Sequence[float] | None = None
-        # Positions of gradients on the device, under the device and the positions.
+        # The positions of gradients on a device, cached under the device and the positions.
         self._index: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
@@ -68,21 +68,21 @@ class ClipState:
         return self._steps
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """A copy of the state: `kind`, `steps`, `parameters`, and `values`, numbers or None.
+        """Copies the state: `kind`, `steps`, `parameters`, and `values`, numbers or None.
 
-        No tensors: `torch.distributed.checkpoint` loads them by their shape, which a new state
-        does not know.
+        The copy has no tensors, because `torch.distributed.checkpoint` loads tensors by their
+        shape, which a new state does not know.
 
         Args:
-            rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
-                None for all.
+            rows: the rows to copy, in order, if the rule remembers the norm of each gradient; None
+                for all.
         """
         saved = self.copied(rows)
         values = saved["values"]
         return {**saved, "values": None if values is None else values.tolist()}
 
     def copied(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """As `state_dict`, with the values as a tensor."""
+        """Copies the state as `state_dict` does, but with the values as a tensor."""
         values = self._values
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
@@ -91,11 +91,11 @@ class ClipState:
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Of the values: `(k,)`, or `(n, k)` with a row for each parameter; () before the first."""
+        """The shape of the values: `(k,)`, or `(n, k)` for n parameters; () without values."""
         return () if self._values is None else tuple(self._values.shape)
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """The values of these rows; new rows have those of the start. None without a start."""
+        """Returns these rows, new ones with the values of the start; None if it is unknown."""
         n = len(values)
         if max(rows, default=0) >= n:
             if self._start is None:
@@ -122,7 +122,7 @@ class ClipState:
                 f"got {state!r:.200}. Nothing was loaded"
             )
         values = state["values"]
-        # Never an inference tensor, which no later call could write to.
+        # Later calls could not write to an inference tensor.
         copied = outside_inference(torch.clone)
         if values is not None:
             values = copied(values.detach(), memory_format=torch.contiguous_format)
@@ -131,12 +131,12 @@ class ClipState:
         self._n_parameters, self._list = state["parameters"], ()
 
     def remembers(self, rule: Any) -> bool:
-        """Whether the state fits a rule: one that needs no norms, or is of the state's kind.
+        """Whether the state fits a rule, which either needs no norms or is of the state's kind.
 
-        Rules of a kind have the same class and the same window.
+        Rules of one kind have the same class and the same window.
 
         Raises:
-            ValueError: loaded values that no rule of the kind leaves.
+            ValueError: loaded values that the rule never leaves.
         """
         if rule is self._known_rule:
             return True
@@ -168,11 +168,11 @@ class ClipState:
         *,
         grows: bool = False,
     ) -> tuple[float | Tensor, list[float] | Tensor]:
-        """The limit for a norm, and all values after it, for `commit`; on the norm's device.
+        """Returns the limit for a norm, and all values after it for `commit`, on its device.
 
-        For a rule that remembers the norm of each of n parameters, `rows` are those of the norms,
-        None for all in order. Only if it `grows` may n be more than before. A float is the norm of
-        a rule with one row that advances it in numbers.
+        For a rule that remembers the norm of each of n parameters, `rows` are the rows of the
+        norms, None for all in order. Only if the list `grows` may n be more than before. A norm
+        that is a float is for a rule with one row, which is advanced in numbers.
         """
         if not isinstance(norm, Tensor):
             kept = self._kept
@@ -189,9 +189,10 @@ class ClipState:
         return limit, values.index_copy(0, index, after)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
-        """ValueError for a list that is not the one that the state knows, of n parameters.
+        """Raises ValueError for a list of n parameters that is not the one the state knows.
 
-        Only the first is passed, unless the rule remembers each norm; n is None for one without.
+        `parameters` is the first one alone, unless the rule remembers the norm of each. n is None
+        for a rule that remembers no norms.
         """
         if not all(map(is_, self._list, parameters)):
             pairs = zip(self._list, parameters, strict=False)
@@ -210,7 +211,6 @@ class ClipState:
 
     @property
     def _values(self) -> Tensor | None:
-        """The values as a tensor."""
         if isinstance(self._kept, list):
             self._kept = upload(self._kept, torch.float64, torch.device("cpu"))
         return self._kept
@@ -221,14 +221,14 @@ class ClipState:
 
     @outside_inference
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to copies of the parameters, and a step writes to its own values.
+        # A copy drops the list, as parameters may be copied too, and gets values to write to.
         values = None if self._values is None else self._values.clone()
         return {**self.__dict__, "_list": (), "_known_rule": None, "_kept": values}
 
     def _values_on(
         self, device: torch.device, rule: Adaptive, n: int | None, *, grows: bool
     ) -> Tensor:
-        """The values on a device, without a wait for it: one row, or one for each of n."""
+        """Returns the values on a device without waiting for it: one row, or one for each of n."""
         values, n_known = self._values, 0 if self._values is None else len(self._values)
         if n is not None and values is not None and (n < n_known or (n > n_known and not grows)):
             raise _other_list(n_known, n)
@@ -241,7 +241,7 @@ class ClipState:
 
     @outside_inference
     def _moved(self, start: Tensor, n_new: int | None) -> Tensor:
-        """The values on the device of those of the start, and as many new rows of these."""
+        """Moves the values to the device of `start`, and appends `n_new` rows of it, if any."""
         values, rows = self._values, start if n_new is None else start.repeat(n_new, 1)
         if values is None:
             return rows
@@ -249,7 +249,7 @@ class ClipState:
         return torch.cat([values, rows]) if n_new else values
 
     def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
-        """Positions on the device; uploaded where they differ from those of the last call."""
+        """Returns positions on a device, and uploads them if they differ from the last call's."""
         key = (device, *positions)
         if self._index is None or self._index[0] != key:
             self._index = key, upload(positions, torch.int64, device)
@@ -269,7 +269,7 @@ class ClipState:
         if len(parameters) > len(self._list):
             self._list = list(parameters)
         if isinstance(values, list):
-            # As tensors, a window's numbers take 17 us a step more.
+            # With tensors, a window's numbers take 17 us more per step.
             self._kept = self._kept if left_out else values
             return
         before = self._values
@@ -277,7 +277,7 @@ class ClipState:
             return
         if isinstance(left_out, Tensor):
             values = torch.where(left_out.to(values.device), before, values)
-        # In place, for CUDA graphs.
+        # Written in place, because CUDA graphs replay with the same memory.
         before.copy_(values)
 
     def __repr__(self) -> str:
@@ -316,12 +316,12 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 @outside_inference
 def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device, without a wait for what the device does."""
+    """Makes a tensor of numbers on a device, without waiting for the device."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-# From the positions of gradients among the parameters, None for all: the row of each, None for all
-# rows in order; and the number of all rows.
+# A function of the positions of gradients among the parameters, or of None for all. It returns the
+# row of each, None for all rows in order, and the number of all rows.
 Numbering = Callable[[Sequence[int] | None], tuple[Sequence[int] | None, int]]
 
 
@@ -345,7 +345,7 @@ class BoundRule(Rule):
         self._numbering, self._parameters = numbering, parameters
 
     def limit(self, measured: Measured) -> Any:
-        """The limit of the call; the same, however often it is asked for."""
+        """Returns the limit of the call, which is computed only once."""
         if self._limit is None and not isinstance(self.rule, Adaptive):
             self._limit = self.rule.limit(measured)
         elif self._limit is None:
@@ -375,7 +375,7 @@ for _name in ("name", "per_gradient", "per_unit", "clamps", *_NUMBERS):
 
 
 def follow(rule: Rule, state: object, parameters: Sequence[Tensor]) -> BoundRule:
-    """The rule bound to the user's `state` for the next call; raises for another list."""
+    """Binds a rule to the user's `state` for the next call; raises for another list."""
     if not isinstance(state, ClipState):
         raise TypeError(
             f"state must be a ClipState, got {type(state).__name__}; make state = "
@@ -387,7 +387,7 @@ def follow(rule: Rule, state: object, parameters: Sequence[Tensor]) -> BoundRule
             "the rule of its first call: make a new ClipState() for another rule"
         )
     of_step, adapts = rule.at(state.steps), isinstance(rule, Adaptive)
-    # All of them, with and without a gradient, for a rule that remembers the norm of each.
+    # If the rule remembers each norm, all parameters are compared, also those without gradients.
     known_by = parameters if adapts and rule.per_gradient else parameters[:1]
     if parameters:
         state.check_list(known_by, len(parameters) if adapts else None)

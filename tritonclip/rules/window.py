@@ -1,4 +1,4 @@
-"""Limits from a window of the last norms: a quantile of them, or far above their mean."""
+"""Limits from a window of the last norms: a quantile of them, or a bound far above their mean."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tritonclip.rules.arguments import (
 )
 from tritonclip.rules.rule import Adaptive, AdaptiveRule, bounded, checked, rule
 
-# Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
+# Relative to the mean: norms are accurate to 1e-6, so a smaller deviation means nothing.
 _LEAST_DEVIATION = 1e-6
 
 
@@ -36,9 +36,9 @@ class _ByQuantile(AdaptiveRule):
         return [math.nan] * self.window
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The factor times the quantile of the window, or of each, this norm included."""
+        """Limits a norm to `factor` times the quantile of its window, this norm included."""
         window = torch.where(self.counts(norm)[..., None], _entered(state, norm), state)
-        # Empty slots come last.
+        # Empty slots are NaN, and so come last.
         norms, _ = window.sort()
         rank = (
             (window == window).sum(-1, keepdim=True, dtype=window.dtype).sub(1).mul(self.quantile)
@@ -81,7 +81,7 @@ class ClipByQuantile(_ByQuantile):
         window: the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
         max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
             example.
-        factor: of the quantile; positive. With 0.5 as the quantile, 2.0 clips to twice the median.
+        factor: multiplies the quantile; positive. 2.0 with the quantile 0.5 is twice the median.
         norm_type: the order of the norm, as for :class:`ClipByGlobalNorm`.
 
     Raises:
@@ -133,7 +133,7 @@ class ClipByOwnQuantile(_ByQuantile):
             left out.
         max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
             example.
-        factor: of the quantile; positive.
+        factor: multiplies the quantile; positive.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
@@ -142,9 +142,9 @@ class ClipByOwnQuantile(_ByQuantile):
         In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
         Pass the same parameters in the same order at every call.
 
-        It succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There 5 means
-        the sixth smallest of the last 100 norms, here `ClipByOwnQuantile(5 / 99)`. There the window
-        begins full of the first norm.
+        This rule succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There, 5
+        means the sixth smallest of the last 100 norms, which is `ClipByOwnQuantile(5 / 99)` here;
+        and the window starts out full of the first norm.
 
     References:
         bitsandbytes 0.49, `percentile_clipping`; Seetharaman, Wichern, Pardo, Le Roux, `AutoClip:
@@ -159,7 +159,7 @@ class ClipByOwnQuantile(_ByQuantile):
 
 @rule
 class Outlier(Adaptive):
-    """The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
+    """Finds norms far above the last mean, whose steps `ClippedOptimizer(skip_above=)` skips.
 
     A step is skipped if its norm before clipping is too large::
 
@@ -168,7 +168,7 @@ class Outlier(Adaptive):
     Mean and sample standard deviation are over the norms before clipping of the last `window`
     steps. Skipped steps count, so that norms that stay at a new level are soon accepted. No step is
     skipped before half of the window has norms: by default, none of the first 64. Losses are judged
-    in the same way, where they are given: see the attribute `loss` of :class:`ClippedOptimizer`.
+    in the same way, if they are given: see the attribute `loss` of :class:`ClippedOptimizer`.
 
     Example:
         >>> import torch, tritonclip
@@ -196,7 +196,7 @@ class Outlier(Adaptive):
     """
 
     sigmas: float = checked(as_positive, default=6.0)
-    # Half a window must have two norms for a sample deviation.
+    # At least 4, because a sample deviation needs two norms, which half a window must hold.
     window: int = checked(partial(as_count, least=4), default=128)
 
     def start(self) -> Sequence[float]:
@@ -204,7 +204,7 @@ class Outlier(Adaptive):
         return [math.nan] * self.window
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest norm that is no outlier among the norms before this one."""
+        """Limits a norm to the largest one that is no outlier among the norms before it."""
         n = (state == state).sum(dtype=state.dtype)
         mean = state.nansum() / n
         deviation = ((state - mean).square().nansum() / (n - 1)).sqrt()
@@ -212,9 +212,9 @@ class Outlier(Adaptive):
         return limit.masked_fill(n < self.window // 2, math.inf), _entered(state, norm)
 
     def advance_numbers(self, state: list[float], norm: float) -> tuple[float, list[float]]:
-        """As `advance`, with the norm entered only where it counts, in the numbers of a host.
+        """Does as `advance` with Python numbers, and enters the norm only if it counts.
 
-        All of it takes as long as a few operators.
+        All of this takes as long as a few operators.
         """
         after = [norm, *state[:-1]] if self.counts(norm) else state
         # Empty slots are NaN.
@@ -245,13 +245,13 @@ class LossOutlier(Outlier):
 
 
 def _are_windows(windows: Tensor, least: float = 0.0) -> bool:
-    """Whether windows have numbers above `least`, and empty slots, which are NaN, at their ends."""
+    """Whether windows hold finite numbers above `least`, followed by empty slots, which are NaN."""
     empty = windows.isnan()
     fits = (empty | (windows.isfinite() & (windows > least))).all()
     return bool(fits) and bool((empty[..., 1:] >= empty[..., :-1]).all())
 
 
 def _entered(windows: Tensor, norm: Tensor) -> Tensor:
-    """Windows [..., w] after one more norm [...]: the newest is first, and the oldest drops out."""
+    """Puts a norm [...] first in windows [..., w], out of which the oldest drops."""
     n = windows.shape[-1]
     return torch.cat([norm.unsqueeze(-1), windows.narrow(-1, 0, n - 1)], dim=-1)
