@@ -28,8 +28,8 @@ class FlatGradients(GradientSource):
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 
     Pass it to :func:`clip_` in place of the parameters. A rule with one norm, or by value, then
-    reads the few buffers; a rule that measures each gradient reads each view. One memset sets all
-    gradients to zero, one all-reduce sums them.
+    reads the few buffers; a rule that measures each gradient reads each view. One memset per buffer
+    sets all gradients to zero, and one all-reduce per buffer sums them.
 
     Example:
         >>> import torch, tritonclip
@@ -46,7 +46,7 @@ class FlatGradients(GradientSource):
         >>> flat.buffers
         (tensor([0.6000, 0.8000]),)
 
-    From then on gradients are never None: set them to 0 by :meth:`zero_`, or by
+    Gradients in buffers are never None: set them to 0 by :meth:`zero_`, or by
     `optimizer.zero_grad(set_to_none=False)`. docs/clipping.md says what else changes in training.
 
     Args:
@@ -92,7 +92,7 @@ class FlatGradients(GradientSource):
         return self._buffers
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters, as `named_parameters()` yields them."""
+        """Yields names and parameters, as `named_parameters()` does."""
         return iter(self._named)
 
     def __len__(self) -> int:

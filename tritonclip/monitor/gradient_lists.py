@@ -28,7 +28,7 @@ class GradientList:
     changes: bool = False
     n_calls: int = 0
     members: tuple[int, ...] = ()
-    # That of the first tensor; a weak reference to the tensor would keep torch from swapping it.
+    # The first tensor's storage: a weak reference to the tensor would keep torch from swapping it.
     storage: StorageWeakRef | None = None
 
     @property

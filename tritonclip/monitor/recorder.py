@@ -42,9 +42,9 @@ def record(
 
     Norms stay in a buffer on their device. Every `every` steps, and at a step five seconds or more
     after the last flush, a flush copies the buffer to the host. On CUDA and ROCm the copy runs in
-    the background, and the next flush usually writes it; on other accelerators it waits. `flush`,
-    `close`, the end of a `with` block and the end of the program write all rows. A process that is
-    killed loses at most the rows of its last ten seconds, if it adds rows until then.
+    the background, and the next flush usually writes it; on other accelerators the flush waits.
+    `flush`, `close`, the end of a `with` block and the end of the program write all rows. A process
+    that is killed loses at most the rows of its last ten seconds, if it adds rows until then.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip

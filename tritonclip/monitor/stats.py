@@ -289,7 +289,7 @@ class ClipStats:
         return self._of(None)[2]
 
     def summary(self) -> dict[str, float | int]:
-        """All statistics as plain numbers, for a logger; the one call that waits for the device.
+        """Returns all statistics as plain numbers, for a logger; only this waits for the device.
 
         Returns:
             norm, coefficient, limit, steps, clipped_steps, skipped_steps, overflowed_steps,

@@ -1,7 +1,8 @@
 """Mixed precision: torch's protocol between a GradScaler and an optimizer.
 
 A scaler sets loss scale and overflow as attributes of an optimizer whose `step` takes them, such as
-torch's fused ones. A ClippedOptimizer takes them if the wrapped optimizer does, or from our scaler.
+torch's fused ones. A ClippedOptimizer always takes them from our GradScaler, and from torch's if
+the wrapped optimizer takes them, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tritonclip.rules.arguments import as_grad_scale
 class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls.
 
-    During the step of a GradScaler, `found_inf` is the 0-d tensor that the scaler sets, or False
-    while no overflow is set or after the host has ruled one out.
+    During the step of a GradScaler, `found_inf` is the 0-d tensor that the scaler sets. It is False
+    before the scaler has set it, and after the host has ruled out an overflow.
     """
 
     stats: ClipStats
@@ -74,7 +75,6 @@ class ScalerSide(OptimizerProxy):
         self._take_back()
 
     def _take_back(self) -> None:
-        """Forgets what a scaler hands over for one step."""
         self._handed.scale = self._handed.found_inf = None
 
     def _refuse_set_by_hand(self) -> None:
@@ -90,7 +90,7 @@ class ScalerSide(OptimizerProxy):
 
     @torch.compiler.disable
     def _loss_scale(self, grad_scale: object, closure: object) -> Tensor | float | None:
-        """Returns the loss scale of this step: a scaler's or the argument, and refuses both."""
+        """Returns the loss scale of this step, a scaler's or the argument; refuses to get both."""
         try:
             self._refuse_set_by_hand()
             if grad_scale is None:

@@ -27,7 +27,7 @@ from tritonclip.rules.state import dtype_on
 # The key of the wrapper's part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 _LEFT_OUT = ("clip", STATS_KEY)
-# Stands for numbers in the holder's state, where their name is the prefix and that of their rule.
+# Stands for numbers in the holder's state, whose name is the prefix and then the rule's name.
 IN_STATE = "in state"
 _PREFIX = f"{STATS_KEY}_"
 # The wrappers of each optimizer; shallow copies of a wrapper share one.
@@ -56,7 +56,7 @@ def drop_loaded_(optimizer: Optimizer) -> None:
 
 
 def may_make_state(groups: Groups, *, has_shards: bool) -> bool:
-    """Whether a step under no_grad, of an optimizer without state, may only make that state.
+    """Whether a step under no_grad, of an optimizer without state, may serve only to make it.
 
     All rates and gradients are 0. A shard may be 0 on one process only, so the norm of all decides.
     """
@@ -141,7 +141,7 @@ def holder_in(
     *,
     has_stepped: bool,
 ) -> Any:
-    """Returns the key of the holder, in whose state a checkpoint has many numbers; None without.
+    """Chooses the holder, in whose state a checkpoint has many numbers; returns its key or None.
 
     Optimizers take a parameter with an entry for one with its whole state, so the holder must have
     state, unless the optimizer `has_stepped` and keeps none.
@@ -158,7 +158,7 @@ def holder_in(
 def with_part(
     state_dict: dict[str, Any], part: dict[str, Any], groups: Groups, *, has_stepped: bool
 ) -> dict[str, Any]:
-    """Adds the wrapper's part to a checkpoint: whole, as bytes in groups, as tensors in state."""
+    """Adds the wrapper's part to a checkpoint as it is, and once more in its groups and state."""
     state, memory = state_dict["state"], part.get("memory", {})
     part["has_state"] = torch.tensor(int(any(state.values())), device="cpu")
     parameters = [p for group in groups for p in group["params"]]
@@ -191,7 +191,7 @@ def with_part(
 
 
 def _as_numbers(tensor: Tensor) -> Any:
-    """Converts a tensor to numbers for JSON; NaN, or 0 for integers, stands for those on meta."""
+    """Converts a tensor to numbers for JSON; those on meta become NaN, or 0 for integers."""
     if tensor.is_meta:
         tensor = torch.zeros_like(tensor, device="cpu")
         tensor = tensor / 0 if tensor.is_floating_point() else tensor
@@ -214,7 +214,7 @@ def is_unflattening() -> bool:
 def with_names(
     optimizer: Optimizer, owners: Iterable[str], *, has_stepped: bool
 ) -> MutableMapping[Any, Any]:
-    """Returns an optimizer's state, where the holder has also the names of the owners' numbers."""
+    """Returns an optimizer's state, in which the holder also has the names of owners' numbers."""
     state = optimizer.state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = dict.fromkeys([f"{_PREFIX}{owner}" for owner in owners])

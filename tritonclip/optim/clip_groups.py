@@ -229,7 +229,7 @@ class Grouping:
         return {key_of(None): self.rule, **own}
 
     def is_without_grads(self) -> bool:
-        """Whether no gradient is here, and no other process waits for a norm."""
+        """Whether there is no gradient, and no other process that waits for a norm."""
         parameters = self.parameters()
         spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)

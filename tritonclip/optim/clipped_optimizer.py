@@ -89,8 +89,8 @@ class ClippedOptimizer(ScalerSide):
         nonfinite: the policy for a step whose gradients or norms are NaN or inf.
 
             - "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
-            - "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
-              for the device.
+            - "error": raises RuntimeError, which names the parameters, and changes nothing. Every
+              step waits for the device.
             - "skip": parameters, optimizer state and step counts stay as they are. A wrapped
               optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
               decides on an accelerator. With any other, every step waits for the accelerator.
@@ -314,7 +314,7 @@ class ClippedOptimizer(ScalerSide):
                     under_scaler=isinstance(self.found_inf, Tensor),
                 )
             if step is None:
-                # `torch.distributed.checkpoint` makes state by a step that is not of the training.
+                # `torch.distributed.checkpoint` makes state by a step outside of the training.
                 makes_state = not (torch.is_grad_enabled() or optimizer.state)
                 step = self._prepare(grad_scale, makes_state=makes_state)
                 left_out = step.verdict.left_out
@@ -518,7 +518,7 @@ class ClippedOptimizer(ScalerSide):
         return stats, states, recorded
 
     def __copy__(self) -> ClippedOptimizer:
-        """Makes a wrapper that shares everything, as shallow copies of optimizers do."""
+        """Makes a wrapper that shares everything with this one, like shallow copies in torch."""
         twin = ClippedOptimizer.__new__(type(self))
         vars(twin).update(vars(self))
         begin_(twin.optimizer, twin)

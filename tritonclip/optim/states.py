@@ -191,7 +191,7 @@ class RuleStates:
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """Returns what `state_dict` does, but many values as a tensor.
+        """Copies all states as `state_dict` does, but with many values as a tensor.
 
         Every rule that may remember something has an entry in its final shape, because savers load
         a checkpoint into a new one with the same keys and shapes.
@@ -215,7 +215,7 @@ class RuleStates:
         return [owner for owner, rule in self._present().items() if _has_many(rule, n)]
 
     def _present(self, *, anew: bool = False) -> dict[str, Any]:
-        """Returns all rules and tests by their keys; if not `anew`, as groups were read last."""
+        """Returns all rules and tests by their keys; reads those of groups again only if `anew`."""
         # By default nothing is read, as an invalid rule in a group must not keep users from saving.
         return {**self.grouping.rules(anew=anew), **_tests_of(self.skip_above)}
 

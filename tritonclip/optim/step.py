@@ -50,10 +50,10 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Outlier, has_user_limi
 
 
 class StepRecord:
-    """The norms of one step before clipping, for a recorder; errors come before any write.
+    """The norms of one step before clipping, for a recorder; raises before gradients are written.
 
-    A recorder takes the norm of all gradients, norms of groups with a rule, and norms of each
-    parameter if it has `each`, for which the gradients are read once more.
+    The recorder takes the norm of all gradients, the norms of groups with a rule and, with `each`,
+    the norm of each parameter, for which the gradients are read once more.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes must get it.
@@ -319,7 +319,7 @@ class Step:
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
     def judge(self, overflow: Flag) -> None:
-        """Finds the verdict on a measured step; waits for the device unless it can decide itself.
+        """Finds the verdict on a measured step; waits for the device unless the device decides.
 
         `overflow` comes from a GradScaler. The policy or the test for outliers may skip the step.
         """

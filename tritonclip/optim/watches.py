@@ -81,7 +81,7 @@ class SkipWatch:
             )
 
     def _read(self, in_a_row: Tensor) -> int:
-        """Returns the number; from an accelerator, that of `DELAY_STEPS` calls before, or 0."""
+        """Returns the number; an accelerator's is that of `DELAY_STEPS` calls before, or 0."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
         if in_a_row.device.type == "meta" or is_captured(in_a_row.device):

@@ -88,7 +88,7 @@ class OptimizerProxy(Optimizer):
         return args, kwargs
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint that this class and the bare optimizer load."""
+        """Returns a checkpoint that this class and the bare optimizer can load."""
         for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
         state_dict = self._save()

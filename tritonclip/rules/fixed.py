@@ -163,7 +163,7 @@ class ClipByRMS(Rule):
 class ClipByUnitNorm(Rule):
     """Scales each unit of a gradient whose norm is large relative to that of its weights (AGC).
 
-    Adaptive gradient clipping. For each unit, with weights w and gradient g::
+    This is adaptive gradient clipping. For each unit, with weights w and gradient g::
 
         g = g * min(1, ratio * max(norm(w), eps) / norm(g))
 
@@ -198,9 +198,8 @@ class ClipByUnitNorm(Rule):
         A NaN spreads to all elements of its unit, and to no other unit. An inf becomes NaN, and the
         finite elements of its unit become 0. A unit whose gradient is 0 stays 0. Weights that are
         NaN count as a norm that is NaN, except over several processes. Norms and coefficients are
-        computed in float64; nothing waits for the device. timm has the same units.
-        optax expects the output dimension last, and takes a matrix of one row or column for one
-        unit.
+        computed in float64; nothing waits for the device. timm has the same units. optax expects
+        the output dimension last, and takes a matrix of one row or column for one unit.
 
     References:
         Brock, De, Smith, Simonyan, `High-performance large-scale image recognition without

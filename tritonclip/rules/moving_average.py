@@ -34,8 +34,8 @@ class ClipByZScore(AdaptiveRule):
             limit = mean + threshold * std * threshold / z
 
     The larger the spike, the closer the limit is to the mean. Mean and variance are those of the
-    first `warmup` norms, then exponential moving averages. A spike enters them as the norm that it
-    was clipped to.
+    first `warmup` norms, and from then on exponential moving averages. A spike enters them as the
+    norm that it was clipped to.
 
     Example:
         >>> import torch, tritonclip
@@ -63,7 +63,7 @@ class ClipByZScore(AdaptiveRule):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        In :func:`clip_` this rule needs a :class:`ClipState`; a :class:`ClippedOptimizer` has one.
         In ZClip a single NaN turns the rule off for ever.
 
     References:
@@ -146,7 +146,7 @@ class ClipByOwnHistory(AdaptiveRule):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        In :func:`clip_` this rule needs a :class:`ClipState`; a :class:`ClippedOptimizer` has one.
         Pass the same parameters in the same order at every call.
 
     References:

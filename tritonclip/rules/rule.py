@@ -204,7 +204,7 @@ class Rule(_Checked):
         return not any(callable(getattr(self, name)) for name in self.schedules)
 
     def at(self, step: int) -> Rule:
-        """The rule of a step: functions of the step are replaced by their values."""
+        """Returns the rule of a step, in which values replace functions of the step."""
         numbers = {}
         for name in self.schedules:
             if callable(schedule := getattr(self, name)):

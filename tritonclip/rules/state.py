@@ -95,11 +95,11 @@ class ClipState:
         return () if self._values is None else tuple(self._values.shape)
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """Returns these rows, new ones with the values of the start; None if it is unknown."""
+        """Returns these rows, new ones with the start's values; None if the start is unknown."""
         n = len(values)
         if max(rows, default=0) >= n:
             if self._start is None:
-                # A loaded state of a rule that the program no longer has.
+                # The state was loaded for a rule that the program no longer has.
                 return None
             values = torch.cat([values, values.new_tensor([self._start])])
         return values[[min(row, n) for row in rows]]

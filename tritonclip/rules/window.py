@@ -48,7 +48,7 @@ class _ByQuantile(AdaptiveRule):
         return bounded(limit.nan_to_num(math.inf, math.inf), self.max_norm), window
 
     def accepts(self, state: Tensor) -> bool:
-        """Windows of norms."""
+        """Whether states are windows of norms."""
         return _are_windows(state)
 
 
@@ -88,7 +88,7 @@ class ClipByQuantile(_ByQuantile):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        In :func:`clip_` this rule needs a :class:`ClipState`; a :class:`ClippedOptimizer` has one.
         AutoClip remembers all norms: it follows a drift slowly, and a single NaN stays for ever.
         ScaledAdam of icefall sets its limit every hundredth step only, from norms that weigh each
         gradient by its parameter.
@@ -139,7 +139,7 @@ class ClipByOwnQuantile(_ByQuantile):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        In :func:`clip_` this rule needs a :class:`ClipState`; a :class:`ClippedOptimizer` has one.
         Pass the same parameters in the same order at every call.
 
         This rule succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There, 5
@@ -227,7 +227,7 @@ class Outlier(Adaptive):
         return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean)), after
 
     def accepts(self, state: Tensor) -> bool:
-        """A window of norms."""
+        """Whether a state is a window of norms."""
         return _are_windows(state)
 
 
@@ -240,7 +240,7 @@ class LossOutlier(Outlier):
         return norm - norm == 0
 
     def accepts(self, state: Tensor) -> bool:
-        """A window of losses."""
+        """Whether a state is a window of losses."""
         return _are_windows(state, -math.inf)
 
 
