@@ -168,7 +168,7 @@ def with_part(
     if holder is not None:
         device = parameters[keys.index(holder)].device
         for saved in many.values():
-            # torch expects all state there. `part` has the same tensor, which is saved once.
+            # torch expects state on the parameter's device. `part` shares it, so it is saved once.
             if device.type != "meta":
                 saved["values"] = saved["values"].to(device, dtype_on(device))
         if not part["has_state"]:

@@ -154,7 +154,7 @@ class ClipGroup:
         return not (self.unclipped or self.rule.clamps)
 
     def norm(self) -> float | Tensor:
-        """Returns the norm of all gradients before clipping, 0-d where the host does not decide."""
+        """Returns the norm of all gradients before clipping; 0-d unless the host decides."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
 
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
@@ -235,10 +235,10 @@ class Grouping:
         return not spread and all(p.grad is None for p in parameters)
 
     def divide(self, *, covers_all: bool) -> tuple[list[ClipGroup], Exception | None]:
-        """Returns the clip group of the optimizer's rule, then those of groups with a rule.
+        """Makes the clip group of the optimizer's rule, then one for each group with a rule.
 
-        With `covers_all`, gradients without a rule form the last one. If a group's rule is
-        invalid, the error says so, rules are those read last, and the step must be refused.
+        With `covers_all`, gradients without a rule form the last one. If a group's rule is invalid,
+        its error is returned, all rules stay as they were, and the step must be refused.
         """
         groups, processes, refusal = self.optimizer.param_groups, self.processes, None
         if self._own_rules or True in ["clip" in group for group in groups]:
@@ -321,7 +321,7 @@ class NormRequest(NamedTuple):
 
 
 def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
-    """Measures norms; of gradients that were refused, only those that other processes wait for."""
+    """Measures norms; if gradients were refused, only norms that other processes wait for."""
     for group, norm, of_rule in requests:
         # By value, elements are checked still scaled: the quotient is 1, or NaN if the scale is.
         scale = grad_scale / grad_scale if of_rule and group.rule.clamps else grad_scale
@@ -354,7 +354,7 @@ def global_norm_of(
 
 
 def _norm_of_all(norms: Norms) -> float | Tensor:
-    """Returns the norm of all gradients of a list, 0-d where the host does not decide."""
+    """Returns the norm of all gradients of a list; 0-d unless the host decides."""
     numbers = norms.numbers()
     if isinstance(numbers, list):
         return combine_numbers(numbers, 2.0) if numbers else 0.0

@@ -223,7 +223,7 @@ class Step:
         ]
 
     def _requests(self, recorded: Sequence[ClipGroup]) -> list[NormRequest]:
-        """Lists all norms that will be read; those of clip groups only `recorded` come last."""
+        """Lists all norms that will be read, last those of clip groups that are only `recorded`."""
         groups, found = self.clip_groups, []
         # A recorder gets the norm of the wrapper's rule or, without one, of all clipped gradients.
         has_shared = any(group.has_norm and group.index is None for group in groups)

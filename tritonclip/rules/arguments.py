@@ -169,7 +169,7 @@ def check_one_float(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
-    """Returns the loss scale as a number, or as a one-element tensor that is on a device."""
+    """Returns the loss scale as a number; a one-element tensor on a device stays one, unread."""
     if grad_scale is None:
         return 1.0
     if isinstance(grad_scale, torch.Tensor):
