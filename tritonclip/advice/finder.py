@@ -1,8 +1,7 @@
-"""`find_max_norm`: the limit with which the user's own training goes best, found by trying.
+"""`find_max_norm`: tries limits on the user's own training to find the best one.
 
-Every limit trains for the full length with one seed, and the better ones with more seeds: short
-trials would leave out limits that start slowly and end lower. No limit is always among them, up to
-the end.
+Every limit trains for the full length with one seed, because short trials would leave out limits
+that start slowly and end lower. The better limits, and no limit, train with more seeds.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_limit, as_number
 
 Clip = float | Rule
-# Of a candidate, by position of the seed.
+# The trials of a candidate by the position of their seed.
 Trials = dict[int, Trial]
 
 # The constants were chosen on small trainings, by the regret of the limit that was found:
 # docs/decisions.md.
-# Limits of the grid: so many, from this multiple of the usual norm down, each lower by this ratio.
-# At most so many are added where the first norm is not the usual one, and so many while the lowest
-# limit is the best.
+# The grid has _N_LIMITS limits, from _TOP times the usual norm downwards, each _RATIO times lower.
+# At most _N_MORE are added where the first norm is not the usual one, and at most _N_MORE while the
+# lowest limit is the best.
 _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
-# First norms that set the grid.
+# The number of first norms that set the grid.
 _FIRST_NORMS = 20
-# How many limits and rules are tried with the second seed, and with each other one.
+# How many limits and rules are tried with the second seed, and with each later seed.
 _KEPT = 5, 4
-# Losses within so many standard errors of the lowest are not distinguishable from it.
+# Losses within this many standard errors of the lowest are not distinguishable from it.
 _ERRORS = 1.0
-# A gain over no limit that is less than this share of the loss is none; and the share of a gain
-# that a milder limit may give up.
+# A gain over no limit of less than this share of the loss counts as no gain; and a milder limit may
+# give up this share of a gain.
 _NO_GAIN, _GIVEN_UP = 0.002, 0.1
-# Noise lowers the losses of three seeds of three with this probability; so many may be higher.
+# By chance, all of three seeds improve with this probability; this share of seeds may get worse.
 _CHANCE = 1 / 8
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
-# Trials are short if the first part, of at least ten steps, says something with fewer of them;
-# trials so many times as long are advised.
+# Trials are too short if in their first sixth, of at least 10 steps, the losses of less than half
+# of the candidates changed clearly; we then advise trials that are three times as long.
 _FIRST_PART, _FEWEST, _LEAST_TELLING, _LONGER = 6, 10, 0.5, 3
-# Steps of the first trials where the user leaves their length open.
+# The steps of the first trials if the user leaves the length open.
 _FIRST_STEPS = 200
-# Seconds from one line about progress to the next.
+# Seconds between two lines about progress.
 _EVERY = 10.0
 
 
@@ -64,10 +63,10 @@ class Candidate:
 
     Attributes:
         clip: the limit, inf for none; or the rule.
-        steps: of each trial.
-        seeds: with which it was tried.
-        losses: of these seeds, at the end of a trial; inf where it diverged.
-        clipped_share: the share of their norms above the limit; NaN for a rule.
+        steps: the number of steps of each trial.
+        seeds: the seeds with which it was tried.
+        losses: the loss at the end of the trial of each seed; inf if the trial diverged.
+        clipped_share: the share of all norms that are above the limit; NaN for a rule.
         scale: the median factor by which the limit multiplied gradients; NaN for a rule.
     """
 
@@ -87,9 +86,9 @@ class Candidate:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """Of the losses over seeds."""
+        """The quartiles of the losses over seeds."""
         losses = torch.tensor(self.losses, dtype=torch.float64, device="cpu")
-        # Nothing lies between a number and inf.
+        # Between a number and inf, interpolation has no meaning.
         how = "linear" if losses.isfinite().all() else "nearest"
         low, middle, high = losses.quantile(
             losses.new_tensor([0.25, 0.5, 0.75]), interpolation=how
@@ -103,15 +102,15 @@ class Found:
 
     Attributes:
         max_norm: the recommended limit; None where no limit helps, or where a rule is better.
-        clip: to pass to :func:`clip_` and :class:`ClippedOptimizer`: `max_norm`, the rule that is
-            better than every limit, or inf where no limit helps.
+        clip: the argument for :func:`clip_` and :class:`ClippedOptimizer`: `max_norm`, the rule
+            that is better than every limit, or inf where no limit helps.
         reason: the verdict in sentences.
         best: the candidate with the lowest loss.
         equals: the candidates that are not distinguishable from the best, itself included.
-        candidates: all, from small to large limits; then no limit, and rules.
-        spent: training steps that were taken.
-        is_held_out: whether losses are those of held-out batches.
-        is_too_short: whether trials were too short, or too noisy, to tell.
+        candidates: all candidates: limits from small to large, then no limit, then rules.
+        spent: the number of training steps that were taken.
+        is_held_out: whether the losses come from held-out batches.
+        is_too_short: whether trials were too short or too noisy for a verdict.
         is_interrupted: whether the search ended before its last trial.
     """
 
@@ -134,7 +133,7 @@ class Found:
         return f"{self.reason}\n\n{about}\n\n{table}"
 
     def _cells(self, one: Candidate) -> tuple[str, ...]:
-        # Losses of some seeds are not comparable with those of all.
+        # A median over some seeds is not comparable with a median over all.
         is_whole = len(one.seeds) == len(self.best.seeds) > 1
         low, middle, high = (f"{loss:.4g}" if is_whole else "" for loss in one.quartiles)
         mark = "as good as the best" if one in self.equals else ""
@@ -147,7 +146,7 @@ class Found:
 
 
 class _Search:
-    """Which trials to `run`, by position of the seed; no `limits`: a grid from the first norms."""
+    """Chooses trials to `run`, by position of the seed; without `limits`, by a grid from norms."""
 
     def __init__(
         self,
@@ -157,10 +156,10 @@ class _Search:
         n_seeds: int,
     ) -> None:
         self._run, self._limits, self._rules = run, limits, rules
-        # Of each further seed.
+        # The number of limits and rules to try with each seed after the first.
         self._kept = (_KEPT[:1] + _KEPT[1:] * n_seeds)[: n_seeds - 1]
         n_first = len(rules) + (len(limits) or _N_LIMITS + 2 * _N_MORE + 2)
-        # The most trials that the search takes, those without a limit among them.
+        # The most trials that the search takes, including those without a limit.
         self.most = n_seeds + n_first + sum(min(n, n_first) for n in self._kept)
         self.trials: dict[Clip, Trials] = {}
         self.is_interrupted = False
@@ -170,7 +169,7 @@ class _Search:
         try:
             self._try(0, [])
             limits = self._limits or self._grid()
-            # One by one, the likely ones first: an interrupt keeps those before.
+            # They run one by one, the likely ones first, because an interrupt keeps earlier ones.
             middle = (len(limits) - 1) / 2
             order = sorted(range(len(limits)), key=lambda i: abs(i - middle))
             clips: list[Clip] = [*(limits[i] for i in order), *self._rules]
@@ -187,7 +186,7 @@ class _Search:
 
     @property
     def last(self) -> dict[Clip, Trials]:
-        """The candidates with most seeds, beside no limit, and their trials of the same seeds."""
+        """The candidates with the most seeds, and no limit, with their trials of the same seeds."""
         n = sorted(map(len, self.trials.values()))[-2:][0]
         return {
             clip: dict([*trials.items()][:n])
@@ -196,10 +195,10 @@ class _Search:
         }
 
     def _try(self, position: int, clips: Sequence[Clip]) -> None:
-        """Runs trials of a seed, beside no limit; keeps all of them, or none."""
+        """Runs trials of a seed, and one without a limit if needed; keeps all of them, or none."""
         none = self.trials.get(math.inf, {}).get(position) or self._run(position, math.inf)
         found: dict[Clip, Trial] = {math.inf: none}
-        # A limit above all norms changes nothing.
+        # A limit above all norms changes nothing, so its trial need not run.
         highest = math.inf if none.diverged else float(none.norms.max()) + EPS
         for clip in clips:
             is_above = not isinstance(clip, Rule) and highest <= clip
@@ -217,7 +216,7 @@ class _Search:
                 "them; expected limits=(0.1, 1.0, 10.0), or a step whose clip gets parameters with "
                 "gradients"
             )
-        # Where nothing is clipped, norms may explode after the first.
+        # Without clipping, norms may explode after the first one, so the first one counts as well.
         first, median = float(norms[0]), float(norms.median())
         n_more = round(abs(math.log(median / first, _RATIO)))
         lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
@@ -225,7 +224,7 @@ class _Search:
         return [two_digits(lowest * _RATIO**i) for i in reversed(range(n))]
 
     def _add(self) -> None:
-        """Adds lower limits while the lowest is the best, and then those halfway to the next."""
+        """Adds lower limits while the lowest is the best, then the two halfway to the next ones."""
         (best,) = self._best(1)
         for _ in range(_N_MORE):
             lowest = min(clip for clip in self.trials if not isinstance(clip, Rule))
@@ -238,7 +237,7 @@ class _Search:
                 self._try(0, [two_digits(best * factor)])
 
     def _best(self, n: int) -> list[Clip]:
-        """The best so far beside no limit; those that changed nothing come last."""
+        """The best candidates so far, except no limit; those that changed nothing come last."""
         last = self.last
         none = last.pop(math.inf)
         above = _above(last)
@@ -252,14 +251,14 @@ def _mean(trials: Trials) -> float:
 def _excesses(trials: Trials, others: Trials) -> list[float]:
     """How much higher losses are than others of the same seed, as shares from -1 to 1.
 
-    Step by step, because trials of a seed have the same batches; and as shares, because among
-    losses that explode those of one seed would drown those of all others.
+    Losses are compared step by step, because trials of a seed have the same batches. Shares are
+    used because otherwise one seed whose losses explode would outweigh all others.
     """
     return [_share(trials[i].ending, others[i].ending) for i in trials]
 
 
 def _above(last: dict[Clip, Trials]) -> dict[Clip, float]:
-    """How much higher the losses of each candidate are than those of all, on average."""
+    """How much higher the losses of each candidate are than those of all candidates, on average."""
     return {
         clip: statistics.fmean(
             more for others in last.values() for more in _excesses(trials, others)
@@ -275,21 +274,21 @@ def _share(a: Tensor, b: Tensor) -> float:
 
 
 def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
-    """The clip to recommend, the best, and those that are not distinguishable from the best.
+    """Returns the clip to recommend, the best, and those not distinguishable from the best.
 
-    By the rule of one standard error (Breiman et al. 1984): of those within it that help and give
-    up little of the gain, the simplest. No limit is simpler than any, and a large limit than a
-    small one, which is simpler than a rule.
+    It follows the rule of one standard error (Breiman et al. 1984): among the clips within one
+    standard error that help and give up little of the gain, it recommends the simplest. No limit is
+    simpler than a large limit, which is simpler than a small one, which is simpler than a rule.
     """
     mean = {clip: _mean(trials) for clip, trials in last.items()}
     above = _above(last)
-    # Of equal ones, the mildest: a limit above every norm changes nothing.
+    # The mildest of equal ones, because limits above every norm change nothing.
     best = min(last, key=lambda clip: (above[clip], -_mildness(clip)))
     equals = [best]
     for clip, trials in last.items():
         more = _excesses(trials, last[best])
         error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
-        # A limit under which one seed diverges is not as good as one under which none does.
+        # If one seed diverges under a limit, the limit is worse than one under which none does.
         is_close = statistics.fmean(more) <= _ERRORS * error and mean[clip] - mean[best] < math.inf
         if clip != best and is_close:
             equals.append(clip)
@@ -297,14 +296,14 @@ def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     if math.inf in equals or not clear:
         return math.inf, best, [*dict.fromkeys([*equals, math.inf])]
     lowest = min(map(mean.__getitem__, clear))
-    # Without a limit the loss may explode; then the gain is that over no training.
+    # Without a limit the loss may explode; then the gain is measured from the loss at the start.
     start = statistics.fmean(float(trial.losses[0]) for trial in last[best].values())
     most = lowest + _GIVEN_UP * max(min(mean[math.inf], start) - lowest, 0.0)
     return max((c for c in clear if mean[c] <= most), key=_mildness), best, equals
 
 
 def _helps(trials: Trials, none: Trials) -> bool:
-    """Whether losses are lower than without a limit in nearly all seeds, as no chance is."""
+    """Whether losses are lower than without a limit in so many seeds that it is hardly chance."""
     means = _mean(none), _mean(trials)
     if math.isinf(means[0]):
         return math.isfinite(means[1])
@@ -328,14 +327,14 @@ def find_max_norm(
     seeds: int | Sequence[int] = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """Tries limits on your own training, and says with which it goes best.
+    """Tries limits on your own training, and says with which limit it goes best.
 
-    Each trial is a short training, which begins with the same random numbers as all others of its
-    seed, and differs in its limit. All limits train with the first seed, those in the middle first,
-    and then two beside the best; the best five train with the second seed, and the best four with
-    each other one. No limit is always among them. Trials of a seed are compared step by step. One
-    whose loss is NaN or inf ends there, and one whose limit is above every norm is not run. With
-    three seeds they are 18 to 22 trials, 29 at most, and fewer where trials diverge.
+    Each trial is a short training. Trials of a seed begin with the same random numbers and differ
+    only in their limit. All limits train with the first seed, the middle ones first, followed by
+    one on each side of the best; the best five train with the second seed, and the best four with
+    each later one. Training without a limit is always included. Trials of a seed are compared step
+    by step. A trial ends when its loss is NaN or inf, and does not run if its limit is above every
+    norm. Three seeds take 18 to 22 trials, at most 29, and fewer if trials diverge.
 
     Example:
         >>> import torch, tritonclip
@@ -356,41 +355,41 @@ def find_max_norm(
         >>> found.max_norm is not None
         True
 
-    Random states of torch, Python and NumPy are afterwards as they were, also where the call raises
-    or is interrupted. Within a process group, all processes call this with the same arguments and
-    get one answer: losses are averaged.
+    The random states of torch, Python and NumPy are restored afterwards, even if the call raises or
+    is interrupted. Within a process group, all processes call this with the same arguments and get
+    the same answer, because losses are averaged.
 
     Args:
-        train: a generator function, called for each trial after torch, `random` and NumPy were
+        train: a generator function, called for each trial after torch, `random` and NumPy are
             seeded. It makes its model, optimizer and data, calls `clip(parameters)` in each step
             where `clip_grad_norm_` would stand, and yields the loss of the step, a number or a
             scalar tensor. `clip` takes the parameters of :func:`clip_` and returns the norm before
-            clipping. After `steps` losses the generator is closed, unless it ends there by itself
-            and returns a loss, such as that of held-out data: this one judges the trial then.
-        limits: to try; None for those around the median of the first norms.
-        rules: that compete with limits, such as ``[ClipByQuantile(0.9, max_norm=1.0)]``.
-        steps: of a trial: enough to see whether training goes well. None: 200, and three times as
-            many again and again, while trials are too short to tell and those would end in time.
-        seconds: for all trials, where `steps` is None.
-        seeds: how many, or a list.
-        progress: called with the steps so far and the most there will be, first before any step.
-            None: the most there will be are written to stderr, and every ten seconds what is left.
+            clipping. After `steps` losses the generator is closed, unless it ends there and returns
+            a loss, for example of held-out data; this loss then judges the trial.
+        limits: the limits to try. None tries limits around the median of the first norms.
+        rules: rules that compete with limits, such as ``[ClipByQuantile(0.9, max_norm=1.0)]``.
+        steps: the steps of a trial, enough to see whether training goes well. None begins with 200
+            and triples them while trials are too short to tell and longer ones would end in time.
+        seconds: the time for all trials if `steps` is None.
+        seeds: the number of seeds, or a list of them.
+        progress: called with the steps so far and the most steps there can be, once before the
+            first step. None writes the most steps to stderr, and every ten seconds the time left.
 
     Returns:
-        The recommendation, and how sure it is; `print` shows it with a table. It is the largest of
-        the limits that are not distinguishable from the best: the mildest that works. It is never a
-        limit that was clearly worse than none in any of up to seven seeds. `reason` says where
-        trials were too short to tell. Without a loss that `train` returns, the median of the last
-        quarter of the losses judges a trial.
+        The recommendation, and how sure it is; `print` shows it with a table. Of the limits that
+        are not distinguishable from the best it is the largest: the mildest that works. It is never
+        a limit that was clearly worse than none in any of up to seven seeds. `reason` says so if
+        trials were too short to tell. If `train` returns no loss, the median of the last quarter of
+        the losses judges a trial.
 
     Raises:
         TypeError: arguments of another kind, or a `train` that yields no loss.
         ValueError: a first loss that is NaN or inf; a training that ends before `steps` steps,
-            changes no parameter, never calls `clip`, clips once more, trains the parameters of the
-            trial before, or begins with other gradients than a trial of the same seed; fewer than
-            two limits and rules.
-        KeyboardInterrupt: an interrupt before any two candidates can be compared; a later one ends
-            the search, and the answer is what is known by then.
+            changes no parameter, never calls `clip`, clips a second time, trains the parameters of
+            an earlier trial, or begins with other gradients than a trial of the same seed; fewer
+            than two limits and rules.
+        KeyboardInterrupt: an interrupt before two candidates can be compared. A later one ends the
+            search, and the answer is based on the trials so far.
     """
     refuse_tracer()
     chosen, clips = _checked_seeds(seeds), _checked_clips(limits, rules)
@@ -402,7 +401,7 @@ def find_max_norm(
         try:
             found = _answer(training, *clips, chosen, n, progress)
         except (KeyboardInterrupt, ValueError):
-            # Of an interrupt, or of a train that ends: that of shorter trials is an answer too.
+            # After an interrupt, or if train ends early, the shorter trials give the answer.
             if found is None:
                 raise
             return found
@@ -412,7 +411,7 @@ def find_max_norm(
         if steps is not None or is_told:
             return found
         now = monotonic()
-        # The same on all processes.
+        # The mean makes all processes decide alike.
         if mean_of_all(end - now - _LONGER * (now - begun), training.device) < 0:
             return found
         n *= _LONGER
@@ -426,7 +425,7 @@ def _answer(
     steps: int,
     progress: Callable[[int, int], None] | None,
 ) -> Found:
-    """The answer of trials of one length."""
+    """Runs the trials of one length and returns their answer."""
     spent = 0
 
     def run(position: int, clip: Clip) -> Trial:
@@ -525,7 +524,7 @@ def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
     found = {as_number(f"limits[{i}]", limit) for i, limit in enumerate(limits)}
     if not all(limit > 0 for limit in found):
         raise ValueError(f"limits must be above 0, got {sorted(found)}")
-    # No limit is always tried.
+    # Training without a limit is always tried.
     found.discard(math.inf)
     if len(found) + len(rules) < 2:
         raise ValueError(
@@ -557,12 +556,12 @@ def _reason(
 ) -> str:
     """The verdict in sentences."""
     n = len(chosen.seeds)
-    # Those of the table.
+    # The medians as the table shows them.
     of = {one.clip: f"{one.quartiles[1]:.4g}" for one in (chosen, best, none)}
     seeds, loss = f"{n} seed{'s' * (n > 1)}", "median loss" if n > 1 else "loss"
     if chosen is none:
         text = f"No limit helps: without one the {loss} is {of[none.clip]} over {seeds}, "
-        # Step by step, as it was decided.
+        # Seeds are compared step by step, as for the decision.
         n_lower = sum(more > 0 for more in _excesses(last[none.clip], last[best.clip]))
         lowest = "the lowest on average." if n > 1 else "the lowest."
         text += lowest if best is none else f"and {of[best.clip]} with {best.name}, "
@@ -603,7 +602,7 @@ def _reason(
 
 
 def _on_length(trials: list[Trial], steps: int) -> str:
-    """A sentence on trials of one seed in whose first part nothing happens; "" for others."""
+    """A sentence that trials of one seed were too short or too noisy, or "" if they were not."""
     n, first = len(trials), max(steps // _FIRST_PART, min(steps, _FEWEST))
     parts = [trial.losses[:first] for trial in trials]
     n_telling = sum(

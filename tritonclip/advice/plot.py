@@ -1,7 +1,7 @@
-"""The figure of a history: norms over steps, with the limit and candidates for another.
+"""The figure of a history: norms over steps, with the limit and candidates for a new one.
 
-Needs matplotlib: `pip install "tritonclip[monitor]"`. Fonts, axes and colours are those of
-figures.mplstyle; each kind of mark has a shape as well.
+It needs matplotlib: `pip install "tritonclip[monitor]"`. figures.mplstyle sets fonts, axes and
+colours; kinds of marks differ in shape as well as in colour.
 """
 
 import os
@@ -19,13 +19,13 @@ from tritonclip.monitor.history import History
 
 NORM, MEDIAN, CANDIDATE, RECOMMENDED = "#9ab4c8", "#1f3b57", "0.45", "C1"
 CLIPPED, SKIPPED, NONFINITE = "C4", "C0", "black"
-# Points above which a line is drawn as pixels: a vector graphic would be slow.
+# A line of more points is drawn as pixels, because a vector graphic would be slow.
 _MANY = 5_000
-# Sections of a run whose medians draw its trend.
+# The number of sections whose medians draw the trend of a run.
 _SECTIONS = 100
-# Marks of a kind above which they are drawn small.
+# More marks of a kind than this are drawn small.
 _CROWDED = 200
-# Shared with the examples and the benchmarks.
+# The examples and the benchmarks use this style as well.
 STYLE = "tritonclip.advice.figures"
 
 
@@ -50,7 +50,7 @@ def save(
 
 @style.context(STYLE)
 def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
-    """The figure of `save`, which raises the same errors."""
+    """Makes the figure that `save` writes; raises ValueError if there is no norm to draw."""
     norms = history.norms[history.is_positive]
     if not len(norms):
         raise ValueError(
@@ -62,7 +62,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     axes.set_yscale("log")
     _draw_norms(axes, history)
     _draw_marks(axes, history)
-    # Limits far from every norm would leave little of the axis for these.
+    # Limits far from every norm would leave little of the axis for the norms.
     low, high = float(norms.min()), float(norms.max())
     drawn = history.limits[history.limits > 0].tolist()
     if suggestion is not None:
@@ -83,7 +83,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
 
 
 def _draw_norms(axes: Axes, history: History) -> None:
-    """Norms, medians of sections of the run, and the limit."""
+    """Draws norms, medians of sections of the run, and the limit."""
     shown, many = history.is_positive, len(history) > _MANY
     steps, norms = history.steps[shown], history.norms[shown]
     axes.plot(steps, norms, color=NORM, lw=0.6, label="norm", rasterized=many, zorder=1.2)
@@ -100,7 +100,7 @@ def _draw_norms(axes: Axes, history: History) -> None:
 
 
 def _draw_marks(axes: Axes, history: History) -> None:
-    """Clipped and skipped steps at their norms; NaN and inf at the upper edge."""
+    """Marks clipped and skipped steps at their norms, and NaN and inf at the upper edge."""
     positive = history.is_positive
     for chosen, label, color, marker, size in (
         (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2),
@@ -120,7 +120,7 @@ def _draw_marks(axes: Axes, history: History) -> None:
 
 
 def _draw_suggestion(axes: Axes, history: History, suggestion: Suggestion) -> None:
-    """A line at each candidate for a limit, and the warm-up in grey."""
+    """Draws a line at each candidate for a limit, and the warm-up in grey."""
     for candidate in suggestion.candidates:
         look: dict[str, Any] = {"color": CANDIDATE, "lw": 0.6, "label": "other candidates"}
         if candidate.max_norm == suggestion.max_norm:

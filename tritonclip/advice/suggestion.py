@@ -1,8 +1,8 @@
-"""`suggest_max_norm`: a limit from the norms of a run, and the reason for it.
+"""`suggest_max_norm`: suggests a limit from the norms of a run, and gives the reason.
 
-A run without a limit may have gone wrong, and then its later norms say nothing about a limit. It is
-judged by its steps before that. The numbers were chosen by how training goes at the limit, in the
-tasks of bench/trainings.py.
+A run without a limit may have gone wrong; then its later norms say nothing about a limit, and only
+its early steps are used. The constants were chosen by how well training goes at the suggested limit
+in the tasks of bench/trainings.py.
 """
 
 from __future__ import annotations
@@ -36,32 +36,31 @@ Verdict = Literal[
     "clip", "no outliers", "drift", "noisy", "went wrong", "clipped before", "constant"
 ]
 
-# A tail of 5% is one step of 20, and a tail of 1% is one step of 100.
+# A tail of 5% is one step in 20, and a tail of 1% is one step in 100.
 _LEAST_STEPS, _ENOUGH = 20, 100
 # The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
-# with fewer, a limit from some hundred steps depends on one or two of them, and so would a verdict.
+# with fewer, a limit from some hundred steps would depend on one or two of them.
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
-# With more outliers than this, a limit among them lets most of them pass.
+# With a larger share of outliers, a limit among them lets most of them pass.
 _MOST_APART = 1 / 3
 _N_SPIKES = 3
-# Lists that an error names.
+# The number of lists that an error names.
 _MOST_NAMED = 6
-# Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
+# The shares of the steps that candidates clip; of two candidates as near as this, one is enough.
 _SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
-# The share of a run by which it is judged if it went wrong, and the least steps: fewer where norms
-# are soon NaN.
+# A run that went wrong is judged by this share of its steps, at least by 10; or by half of the
+# steps before the norms become NaN.
 _EARLY, _LEAST_EARLY = 0.1, 10
-# Norms grow if they rise by this much from the first tenth to the last third, and from the second
-# fifth on still by so much, which leaves out what a warm-up does; those of a vision transformer
-# that learned rose to six times.
+# Norms grow if they rise 20-fold from the first tenth to the last third, and 2-fold from the second
+# fifth, so that a warm-up does not count. In a vision transformer that learned they rose 6-fold.
 _GROWTH, _LATE_GROWTH = 20.0, 2.0
-# Fewer losses cannot say whether they fall.
+# Fewer losses cannot show whether they fall.
 _LEAST_LOSSES = 40
-# Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
-# runs of bench/trainings.py that went wrong, such a limit left at most a quarter of the gap from no
-# clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
+# If a run went wrong, the limit is this share of the lower quartile of the early norms. In 26 of 28
+# such runs of bench/trainings.py, it left at most a quarter of the gap from no clipping to the best
+# limit; a third of the quartile did so in 25 runs, and a quarter of the median in 24.
 _SHARE_OF_USUAL = 0.25
-# In runs that went wrong, the best limit was up to so many times lower or higher.
+# In runs that went wrong, the best limit was up to this many times lower or higher.
 _OFF = 4.0
 _ADD_LOSS = (
     "run --record takes them from a script as it is, and in code recorder.add_(norm, loss=loss) "
@@ -78,8 +77,8 @@ class Spike:
     """One of the largest norms of a run, after the warm-up.
 
     Attributes:
-        step: its number.
-        norm: before clipping.
+        step: the number of its step.
+        norm: the norm before clipping.
     """
 
     step: int
@@ -93,7 +92,7 @@ class Candidate:
     Attributes:
         max_norm: the limit.
         origin: why it is a candidate.
-        share: of the steps after the warm-up, those that it would clip.
+        share: the share of the steps after the warm-up that it would clip.
         coefficients: the factors by which it would scale the largest spikes, in their order.
     """
 
@@ -108,24 +107,23 @@ class Suggestion:
     """A limit for a run, other candidates, and the reason; `print` shows it with a table.
 
     Attributes:
-        max_norm: the recommended limit; None if the norms name none.
-        range: the limits between which to try, if the norms name none, or none for certain.
+        max_norm: the recommended limit; None if the norms name no limit.
+        range: the lowest and the highest limit to try, if the norms do not name one for certain.
         reason: the reason in sentences.
         verdict: "clip"; "no outliers": hardly a step stands out, and the norms name no limit;
             "drift": a limit that follows the norm fits better than the recommended one; "noisy":
             the loss fell less than it varies, and the limit is one to try next; "went wrong":
-            norms became NaN or grew, or the loss did not fall, and so is this limit; "clipped
-            before": norms are cut off at one value; "constant": all norms are equal.
-        candidates: in ascending order; empty for the last two verdicts.
+            norms became NaN or grew, or the loss did not fall, and the limit is one to try next;
+            "clipped before": norms are cut off at one value; "constant": all norms are equal.
+        candidates: the candidates in ascending order; empty for the last two verdicts.
         spikes: the largest norms in descending order.
-        medians: of the three thirds of the run after the warm-up.
-        warmup: number of steps at the start that were left out.
-        steps: number of norms that the suggestion is based on: finite, not 0, after the warm-up.
-        nonfinite: number of norms left out because they are NaN or inf.
-        zeros: number of norms left out because they are 0.
+        medians: the medians of the three thirds of the run after the warm-up.
+        warmup: the number of steps at the start that were left out.
+        steps: the number of norms used: those that are finite, not 0, and after the warm-up.
+        nonfinite: the number of norms left out because they are NaN or inf.
+        zeros: the number of norms left out because they are 0.
         spike_score: SpikeScore: the share of the steps, warm-up included, whose norm is above the
-            mean plus 6 standard deviations of the 128 norms before; NaN for a run that is not
-            longer.
+            mean plus 6 standard deviations of the 128 norms before; NaN for a shorter run.
     """
 
     max_norm: float | None
@@ -162,14 +160,14 @@ def suggest_max_norm(
 
     The limit clips the tail: the steps that stand out, but at most 10% of the steps after the
     warm-up. If fewer than 1% stand out, the norms name no limit. A step stands out if its norm is
-    over three times the median of its section of the run, and its logarithm two interquartile
-    ranges above the upper quartile; the interquartile range is twice that of the lower half, which
+    over three times the median of its section of the run, and its logarithm is two interquartile
+    ranges above the upper quartile. The interquartile range is taken as twice its lower half, which
     spikes do not widen.
 
-    A run without a limit is judged otherwise. If its norms become NaN or grow, or its loss does not
-    fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of the
-    first half of the steps before the NaN. If its loss falls less than it varies, or none was
-    recorded, the limit is half of the median of the first third.
+    A run without a limit is judged differently. If its norms become NaN or grow, or its loss does
+    not fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of
+    the first half of the steps before the NaN. If its loss falls less than it varies, or no loss
+    was recorded, the limit is half of the median of the first third.
 
     Example:
         >>> import torch, tritonclip
@@ -183,25 +181,25 @@ def suggest_max_norm(
         history: the file of a recorder; the recorder, which then writes its rows; or norms in
             order, as a 1-d tensor or numbers. The run may have been clipped, if the norms are those
             before clipping.
-        warmup: the number of steps to leave out at the start. None: found from blocks of the first
-            fifth of the run. The warm-up ends with the last block whose median is outside of the
-            middle 90% of the second fifth.
-        list: the number or the whole name of a list of parameters, for a file of
-            :func:`patch_torch` or `python -m tritonclip run` with several of them. None: the only
-            list that is clipped.
+        warmup: the number of steps to leave out at the start. None finds it from blocks of the
+            first fifth of the run: the warm-up ends with the last block whose median is outside of
+            the middle 90% of the second fifth.
+        list: the number or the whole name of a list of parameters, if a file of
+            :func:`patch_torch` or `python -m tritonclip run` has several. None takes the only list
+            that is clipped.
 
     Returns:
         The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
-        `max_norm` is None if hardly a step stands out, which does not mean that no limit would
-        help, and `range` has limits to try; if something else clipped the gradients before they
-        were measured; or if all norms are equal.
+        `max_norm` is None in three cases: hardly a step stands out, where a limit may help all the
+        same, so `range` has limits to try; something else clipped the gradients before they were
+        measured; or all norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
         TypeError: a history of another kind.
         ValueError: not a history file; a negative norm; fewer than 20 finite norms after the
-            warm-up, if no NaN follows; several lists and no `list`, or one that is not there; their
-            names are said.
+            warm-up, if no NaN follows; several lists and no `list`, or a `list` that is not there.
+            The message names the lists.
 
     Notes:
         Everything is computed on the host; reading norms from a device waits for it.
@@ -219,7 +217,7 @@ def suggest_max_norm(
 
 
 def one_of(history: History, wanted: int | str | None) -> tuple[str, History]:
-    """The name and the steps of one list of a history."""
+    """The name and the history of one list in a history."""
     series = history.series()
     if wanted is None:
         if len(series) == 1:
@@ -247,14 +245,14 @@ def to_judge(series: Mapping[str, History]) -> Sequence[str]:
 
 
 def only_logged(series: Mapping[str, History]) -> dict[str, str]:
-    """Why series are those of norms that nothing is clipped by; none if the run clips nothing."""
+    """Why some series only log norms and clip nothing; empty if no series clips."""
     clipping = [name for name, one in series.items() if one.is_limited]
     reasons = {} if not clipping else dict.fromkeys(series, "its limit is inf")
     for name in clipping:
         del reasons[name]
         head, is_other, _ = name.partition(", order ")
         if is_other and not series[name].is_clipped.any():
-            # Also beside a norm of another order by which the list is clipped.
+            # A list may be clipped by the norm of one order and logged with that of another.
             kin = [
                 n for n in clipping if n != name and n.partition(", ")[0] == head.partition(", ")[0]
             ]
@@ -276,7 +274,7 @@ def _as_history(history: object) -> History:
     try:
         given: Any = history
         if isinstance(history, Tensor):
-            # None is no number.
+            # None is no number, so this fails below.
             given = history.tolist() if history.dim() == 1 else [None]
         norms = torch.tensor([*map(float, given)], dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -295,7 +293,7 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
     run, first = whole, warmup or 0
     trouble = _trouble(run, first)
     if trouble is not None:
-        # A warm-up is found by later steps, which went wrong.
+        # Later steps would tell where the warm-up ends, but they went wrong.
         run, warmup = run.first(trouble.end), first
     usable = run.is_positive
     if warmup is None:
@@ -345,7 +343,7 @@ def _suggest(whole: History, warmup: int | None) -> Suggestion:
 
 
 def _remedy(run: History, warmup: int) -> str:
-    """What to do about a run of too few norms."""
+    """Advice for a run with too few norms."""
     n = len(run)
     if n >= _LEAST_STEPS > run.norms.isfinite().sum():
         return "the others are NaN or inf: nonfinite='error' names their gradients"
@@ -360,12 +358,12 @@ class _Advice(NamedTuple):
     verdict: Verdict
     reason: str
     max_norm: float | None = None
-    # Of limits to try, where that one is not certain.
+    # The lowest and the highest limit to try, if max_norm is not certain.
     range: tuple[float, float] | None = None
 
 
 class _Trouble(NamedTuple):
-    """How a run went wrong: its first `end` steps count, which are called `part`."""
+    """How a run went wrong; its first `end` steps count, and messages call them `part`."""
 
     end: int
     why: str
@@ -386,7 +384,7 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     losses = _losses_of(run, warmup)
     if losses is not None:
         share, error = fall_of(losses)
-        # By one error only: it is worse to blame a healthy run than to spare another.
+        # One error is enough, because blaming a healthy run is worse than sparing a bad one.
         if share - 0.5 >= error:
             return None
         why += ", unless its loss need not fall, as those of GANs and policies: it "
@@ -406,7 +404,7 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
 
 
 def _losses_of(run: History, warmup: int) -> Tensor | None:
-    """The losses after a warm-up, if they are enough to say whether they fall."""
+    """The losses after a warm-up, if there are enough to see whether they fall."""
     losses = run.losses[warmup:]
     losses = losses[losses.isfinite()]
     return losses if len(losses) >= _LEAST_LOSSES else None
@@ -419,7 +417,7 @@ def _change_of(losses: Tensor) -> str:
 
 
 def _after(trouble: _Trouble, low: float) -> _Advice:
-    """What to try after a run that went wrong."""
+    """Advice on a limit to try after a run that went wrong."""
     limits = two_digits(low / _OFF), two_digits(low * _OFF)
     why = (
         f"{trouble.why}. {_FIND} Later norms say nothing about a limit, and by the "
@@ -432,7 +430,7 @@ def _after(trouble: _Trouble, low: float) -> _Advice:
 
 def _in_doubt(run: History, advice: _Advice, low: float, tail: float, warmup: int) -> _Advice:
     """Advice with a range where norms and losses do not say enough."""
-    # Warm-up included: a limit has to suit it, too.
+    # The warm-up is included, because a limit has to suit it as well.
     early = run.norms[run.is_positive]
     usual = float(early[: max(1, len(early) // 3)].quantile(0.5))
     limits = two_digits(min(low, usual / 2)), two_digits(max(tail, usual))
@@ -485,7 +483,7 @@ def _candidates(
     limits: dict[float, str] = {}
     if recommended is not None:
         limits[recommended] = "recommended"
-    # Of at least one step.
+    # A share must be at least one step.
     tails = [_limit_at(norms, x) for x in _SHARES if x * len(norms) >= 1]
     others = [(limit, f"about {_share(norms, limit):.0%}") for limit in tails]
     for limit, origin in (*others, (1.0, "usual for transformers")):
@@ -504,7 +502,7 @@ def _candidates(
 
 
 def _judge(norms: Tensor, trend: Trend, limit: float) -> _Advice:
-    """Whether to clip at a limit, and why."""
+    """Decides whether to clip at a limit, and says why."""
     n, largest = len(norms), float(norms.max())
     n_cut = n_cut_off(norms)
     if n_cut == n:
@@ -555,12 +553,12 @@ def _judge(norms: Tensor, trend: Trend, limit: float) -> _Advice:
 
 
 def _short(number: float) -> str:
-    """A number in two digits, without an exponent if it needs none."""
+    """Formats a number with two digits, without an exponent if it needs none."""
     return f"{two_digits(number):g}"
 
 
 def percent(share: float) -> str:
-    """A share in two digits."""
+    """Formats a share as a percentage with two digits."""
     return f"{_short(100 * share)}%"
 
 

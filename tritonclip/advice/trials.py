@@ -1,6 +1,6 @@
-"""Trials of `find_max_norm`: short trainings of the user's, each from a seed and under one limit.
+"""Trials of `find_max_norm`: short runs of the user's training, each with a seed and a limit.
 
-`train(clip)` makes everything anew, so that trials differ in nothing but the seed and the limit.
+`train(clip)` makes everything anew, so that trials differ only in the seed and the limit.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _TRAIN = (
     "expected a generator function train(clip), which makes its model, optimizer and data, calls "
     "clip(model.parameters()) before each optimizer.step() and yields the loss of each step"
 )
-# The last part of a trial, which judges it.
+# The last part of a trial, whose losses judge it.
 _JUDGED = 0.25
-# Gradients of one norm are the same if their largest magnitudes differ by less.
+# Gradients of equal norm count as the same if their largest magnitudes differ by less than this.
 _SAME = 1e-3
-# Trials begin alike if their first norms differ by less, as those of atomic additions on a GPU do.
+# Trials begin alike if their first norms differ by less: atomic additions on a GPU vary as much.
 _ALIKE = 1e-4
 
 
@@ -46,9 +46,9 @@ class Trial:
     """Measurements of a trial, on the CPU.
 
     Attributes:
-        losses: of its steps, before each update; they end with the first that is NaN or inf.
-        norms: before clipping, of the rules that have one for all gradients.
-        held_out: the loss that the training returned; None without one.
+        losses: the loss of each step, before its update; they end with the first NaN or inf.
+        norms: the norms before clipping, for rules that have one norm for all gradients.
+        held_out: the loss that the training returned, or None.
     """
 
     losses: Tensor
@@ -62,7 +62,7 @@ class Trial:
 
     @cached_property
     def ending(self) -> Tensor:
-        """The losses that judge it: of its last steps, or on held-out batches; 1-d float64."""
+        """The losses that judge the trial: of its last steps or held out; 1-d float64."""
         if self.held_out is None and not self.diverged:
             return self.losses[-max(math.ceil(_JUDGED * len(self.losses)), 1) :]
         loss = math.inf if self.held_out is None else self.held_out
@@ -70,7 +70,7 @@ class Trial:
 
     @cached_property
     def loss(self) -> float:
-        """The loss at the end; inf where it diverged."""
+        """The loss at the end; inf if the trial diverged."""
         return float(self.ending.median())
 
 
@@ -87,15 +87,15 @@ class Training:
             name = getattr(train, "__name__", type(train).__name__)
             raise TypeError(f"{_TRAIN}; got {name}, which does not take clip alone")
         self._train = train
-        # Parameters of the first trial; the first norm, by seed; and the learning rate, of SGD.
+        # The parameters of the first trial, the first norm of each seed, and SGD's learning rate.
         self._known: list[weakref.ref[Tensor]] = []
         self._first_norms: dict[int, float] = {}
         self.learning_rate: float | None = None
-        # Of the losses.
+        # The device of the losses.
         self.device = torch.device("cpu")
 
     def run(self, seed: int, clip: float | Rule, steps: int, tick: Callable[[], None]) -> Trial:
-        """Trains from a seed under a limit; the host waits for an accelerator at the end only."""
+        """Trains from a seed under a limit; the host waits for an accelerator only at the end."""
         _seed_all(seed)
         clipping = _Clipping(clip, self._known)
         try:
@@ -150,7 +150,7 @@ def _check_first(trial: Trial, clipping: _Clipping) -> None:
             "before each optimizer.step()"
         )
     after = [*map(_size_of, clipping.parameters)]
-    # None were seen where the loss diverged before the first clip.
+    # If the loss diverged before the first clip, no parameters were seen.
     if after and all(map(torch.equal, clipping.before, after)):
         raise ValueError(
             f"{len(trial.losses)} steps changed no parameter, so that no limit matters; "
@@ -162,14 +162,14 @@ def _check_first(trial: Trial, clipping: _Clipping) -> None:
 def _run(
     running: Generator[Any, None, Any], clipping: _Clipping, steps: int, tick: Callable[[], None]
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The losses of a training, up to one that is not finite, and the loss that it returned."""
+    """The losses of a training, up to one that is not finite, and the loss that it returns."""
     losses: list[Tensor] = []
     arriving: deque[Callable[[], int]] = deque()
     clipping.has_begun = True
     try:
         while len(losses) < steps:
             loss = _as_loss(next(running), "yielded", "yield loss")
-            # The same on all processes: they end a trial at one step.
+            # The mean is the same on all processes, so they end a trial at the same step.
             losses.append(torch.as_tensor(mean_of_all(loss, loss.device)))
             tick()
             arriving.append(sent(losses[-1].isfinite()))
@@ -189,24 +189,24 @@ def _run(
         if end.value is not None:
             return losses, _as_loss(end.value, "returned", "return held_out_loss, or nothing")
     except GeneratorExit:
-        # Of the step after the last.
+        # `clip` raised this in the step after the last.
         pass
     return losses, None
 
 
 class _Clipping:
-    """`clip` as a training gets it, for one trial."""
+    """The `clip` that a training gets in one trial."""
 
     def __init__(self, clip: float | Rule, known: list[weakref.ref[Tensor]]) -> None:
         self._clip, self._known = clip, known
         # Whether the first step was asked for, and whether the last one was taken.
         self.has_begun = self.is_over = False
         self._states: dict[int, ClipState] = {}
-        # Of the first call, and their sizes before the first step.
+        # The parameters of the first call, and their sizes before the first step.
         self.parameters: list[Tensor] = []
         self.before: list[Tensor] = []
-        # Norms before clipping; and, without a limit, norms and largest magnitudes as an optimizer
-        # takes the gradients.
+        # Norms before clipping; in a trial without a limit, also the norms and largest magnitudes
+        # of the gradients that the optimizer gets.
         self.norms: list[Tensor] = []
         self.taken: list[Tensor] = []
         self._last: list[Tensor] = []
@@ -238,8 +238,8 @@ class _Clipping:
         return norm
 
     def on_step(self, optimizer: Any, *_: Any) -> None:
-        """Without a limit, measures gradients once more as an optimizer takes them."""
-        # The last hook counts, since a ClippedOptimizer clips between its own and the one inside.
+        """In a trial without a limit, measures the gradients that the optimizer gets."""
+        # The last call counts: a ClippedOptimizer clips between its hook and that of the inner one.
         if any(p.grad is not None for p in self._last):
             self.taken[-1] = _norm_and_largest(self._last)
         is_first = isinstance(optimizer, torch.optim.SGD) and self.learning_rate is None
@@ -248,7 +248,7 @@ class _Clipping:
 
 
 def _norm_and_largest(tensors: list[Tensor]) -> Tensor:
-    """Global norm and largest magnitude of gradients."""
+    """The global norm and the largest magnitude of gradients, `[2]`."""
     norms = clip_(tensors, math.inf), clip_(tensors, ClipByGlobalNorm(math.inf, math.inf))
     return torch.stack(norms)
 
@@ -261,7 +261,7 @@ def _refuse_second_clip(taken: Tensor) -> None:
     n = n_cut_off(norms) if len(norms) else 0
     if not n:
         return
-    # One gradient again, as of absolute errors, or while the learning rate is nearly 0, is no sign.
+    # The same gradient again is no sign: absolute errors give it, and a learning rate of nearly 0.
     largest = largest[norms >= least_equal(float(norms.max()))]
     if largest.max() - largest.min() > _SAME * largest.max():
         raise ValueError(
@@ -276,7 +276,7 @@ def _refuse_second_clip(taken: Tensor) -> None:
 
 
 def _numbers(norms: list[Tensor]) -> Tensor:
-    """Norms on the CPU, of all processes: those that train apart differ, and decisions must not."""
+    """Norms on the CPU, averaged over processes, which may differ but have to decide alike."""
     found = torch.stack(norms) if norms else torch.zeros(0)
     return torch.as_tensor(mean_of_all(found, found.device)).cpu().double()
 
@@ -311,7 +311,7 @@ def _seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Puts the random states of torch, Python and NumPy back at the end."""
+    """Restores the random states of torch, Python and NumPy at the end."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     seed, numpy = torch.initial_seed(), sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
@@ -320,7 +320,7 @@ def kept_random_states() -> Iterator[None]:
             yield
     finally:
         if not devices:
-            # CUDA would begin with the seed of the last trial.
+            # Otherwise CUDA would begin with the seed of the last trial.
             torch.cuda.manual_seed_all(seed)
         random.setstate(before[0])
         if numpy:

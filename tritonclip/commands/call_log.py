@@ -1,12 +1,12 @@
-"""The calls of torch's functions in a run under `patch_torch`, for `python -m tritonclip run`.
+"""Log of the calls of torch's functions under `patch_torch`, for `python -m tritonclip run`.
 
-To compare, torch's function and ours take turns on the run's own gradients. Each call clips once,
-and the run goes on with its result. Times are of single calls between the run's other work, so that
-gradients lie in the cache, or not, as they do in the run.
+To compare them, torch's function and ours take turns on the run's own gradients. Each call clips
+once, and the run goes on with its result. We time single calls between the run's other work, so
+that gradients lie in the cache, or not, as they do in the run.
 
-Over processes, collectives have to be the same on all of a mesh, and replicas have to be clipped
-alike. So a turn depends on nothing that other processes do not see: not on other lists, which one
-process may clip alone, and not on when tensors are freed.
+All processes of a mesh have to call the same collectives, and replicas have to be clipped alike.
+So a turn depends only on facts that all these processes see: not on other lists, which one process
+may clip alone, and not on when tensors are freed.
 """
 
 import math
@@ -28,16 +28,16 @@ from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
 from tritonclip.monitor.gradient_lists import GradientLists
 
-# The functions that return the norm of what they get.
+# The functions that return a norm.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
-# Two calls in so many measure the norm both ways, and are not timed.
+# Two calls in 17 measure the norm by both functions, and are not timed.
 _CHECKED_IN = 17
-# Multiples of it, modulo 1, are spread evenly, and so is every second, third, ... of them: each
-# function gets as many turns, also where lists of equal size alternate.
+# Its multiples modulo 1 are spread evenly, and so is every second, third, ... of them. So both
+# functions get as many turns, even where lists of equal size alternate.
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# Calls that are timed by each, from which on a list is judged; the most that are kept.
+# The timed calls of each function that judging a list takes, and the most times that are kept.
 _LEAST, _MOST = 3, 100_000
-# Kinds of calls whose turns are counted at a time, and elements of a replica by which they differ.
+# The most kinds of calls whose turns are counted, and the elements that are sampled of a gradient.
 _MOST_TURNS, _SAMPLED = 100_000, 16
 # Variables that launchers set for each process: its rank, and the number of processes.
 _LAUNCHERS = (
@@ -51,7 +51,7 @@ _LAUNCHERS = (
 def launched() -> tuple[int, float]:
     """The rank of this process and the number of processes, as its launcher says.
 
-    0 and 1 without a launcher; the number is inf where the launcher says its rank only.
+    They are 0 and 1 without a launcher; the number is inf if the launcher says only the rank.
     """
     for rank, size in _LAUNCHERS:
         if (found := os.environ.get(rank, "")).isdecimal():
@@ -70,29 +70,29 @@ class _List:
     device: torch.device
     changes: bool = False
     n_calls: int = 0
-    # By torch, by tritonclip.
+    # By torch, and by tritonclip.
     n_served: list[int] = field(default_factory=lambda: [0, 0])
     walls: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=_MOST), deque(maxlen=_MOST))
     )
-    # Largest, of the norms, relative; inf where only one of them is finite.
+    # The largest relative difference of the norms; inf if only one of them was finite.
     difference: float | None = None
 
     @property
     def is_judged(self) -> bool:
-        """Whether there are enough times."""
+        """Whether there are enough times of both functions."""
         return min(map(len, self.walls)) >= _LEAST
 
     def add(self, is_ours: bool, wall: float | None) -> None:
-        """Counts a call; the first by each is not timed: it plans, compiles and loads code."""
+        """Counts a call; the first of each function is not timed, as it plans and loads code."""
         if self.n_served[is_ours] and wall is not None:
             self.walls[is_ours].append(wall)
         self.n_served[is_ours] += 1
 
     def total(self, is_ours: bool) -> tuple[float, float, float]:
-        """The time of all calls by one function, by the median, and its bounds at 95%.
+        """Estimates the time of all calls by one function: lower bound, median and upper bound.
 
-        Order statistics, by the normal limit of the binomial distribution.
+        The 95% bounds are order statistics, by the normal limit of the binomial distribution.
         """
         ordered, n = sorted(self.walls[is_ours]), len(self.walls[is_ours])
         low = max(int(n / 2 - math.sqrt(n)), 0)
@@ -112,12 +112,12 @@ class _List:
 
 
 class CallLog:
-    """Counts the calls of patched functions; to compare, lets torch's and ours take turns."""
+    """Counts the calls of patched functions; to compare them, torch's and ours take turns."""
 
     def __init__(self, *, compares: bool) -> None:
         self.compares = compares
         self.counts: Counter[str] = Counter()
-        # Before the script, which may set the variables for processes that it starts itself.
+        # Read before the script runs, which may set the variables for processes that it starts.
         _, self._n_launched = launched()
         # Why torch serves all calls, if it does; known once torch.distributed is initialized.
         self._objection: str | None = None
@@ -125,11 +125,11 @@ class CallLog:
         self._found = GradientLists()
         self._lists: dict[tuple[object, ...], _List] = {}
         self._turns: Counter[int] = Counter()
-        # Microseconds outside of clipping until now, and when the last call was left.
+        # The microseconds spent outside of clipping, and the time at which the last call returned.
         self._outside, self._left = 0.0, 0
 
     def __call__(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], None] | None]:
-        """The function for a call, and how its result is logged."""
+        """Returns the function that serves a call, and the function that logs its result."""
         arrived = perf_counter_ns()
         if not self._is_decided:
             self._objection = self._find_objection()
@@ -141,11 +141,11 @@ class CallLog:
             return call.ours, None
         device = tensors[0].device
         if device.type == "cuda":
-            # The backward pass is not the call's.
+            # The backward pass is not part of the call.
             _synchronize(device)
             arrived = perf_counter_ns()
         if self._left:
-            # Less than 0 where calls of threads overlap.
+            # The difference is below 0 where calls of several threads overlap.
             self._outside += max(arrived - self._left, 0) / 1e3
         calls = self._list_of(call, tensors)
         calls.n_calls += 1
@@ -169,7 +169,7 @@ class CallLog:
         return call.ours if is_ours else call.original, done
 
     def _list_of(self, call: Call, tensors: Sequence[Tensor]) -> _List:
-        """The times of a list by a function; lists whose members change are one for a function."""
+        """The record of a function's calls on a list; lists whose members change share one."""
         found = self._found.find(_given_to(call) or tensors)
         device, changes = tensors[0].device, found is None or found.changes
         key = (call.name, call.arguments.get("norm_type"), device, None if changes else found)
@@ -187,8 +187,8 @@ class CallLog:
             sorted(str(mesh.mesh.tolist()) for mesh in meshes.values()),
         ]
         if not meshes and max(self._n_launched, _world_size()) > 1:
-            # Maybe replicas, which have equal gradients: those of a list that one process has alone
-            # differ from them.
+            # The processes may be replicas, which have equal gradients. A sample tells these from
+            # the gradients of a list that one process has alone.
             limit = call.arguments.get("max_norm", call.arguments.get("clip_value"))
             kind += [None if isinstance(limit, Tensor) else limit, _sample(tensors)]
         number = zlib.crc32(repr(kind).encode())
@@ -198,10 +198,10 @@ class CallLog:
         return number + self._turns[number]
 
     def _find_objection(self) -> str | None:
-        """Why torch has to serve all calls: replicas have to be clipped alike."""
+        """Why torch has to serve all calls: unpatched replicas would be clipped differently."""
         n = _world_size()
         self._is_decided = n > 0
-        # Also in a fork, which has the patch: the other processes may be no forks.
+        # This holds in a fork as well, which has the patch: the other processes may be no forks.
         if n <= self._n_launched:
             return None
         text = (
@@ -213,7 +213,7 @@ class CallLog:
         return text
 
     def report(self, served_by_torch: Counter[str], *, failed: bool) -> str:
-        """Counts, calls that torch served by reason, and what was compared, in lines."""
+        """The text of the counts, the reasons for which torch served calls, and the comparison."""
         if not self.counts:
             return _NONE if failed else f"{_NONE}, so that no call was replaced.\n{_REMEDIES}"
         counted = ", ".join(f"{n:,} of {name}" for name, n in self.counts.items())
@@ -252,7 +252,7 @@ class CallLog:
 
 
 _MOST_LISTS = 6
-# A share of a run that matters, and of a call below which two times are about the same.
+# The share of a run that matters, and the relative difference below which times count as the same.
 _MATTERS, _SAME = 0.01, 0.05
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
@@ -276,11 +276,11 @@ only measures: torch.nn.utils.clip_grad_norm_(parameters, float("inf")), after b
 
 
 def _given_to(call: Call) -> list[Tensor] | None:
-    """The tensors that are given to a call; None where they are something else."""
+    """The tensors that were passed to a call; None if something else was passed."""
     given = call.arguments.get("parameters", call.arguments.get("tensors"))
     if isinstance(given, Tensor):
         return [given]
-    # Can be read twice, as an iterator cannot.
+    # An iterator could not be read twice.
     if not (isinstance(given, Sized) and isinstance(given, Iterable)):
         return None
     tensors = [*given]
@@ -288,7 +288,7 @@ def _given_to(call: Call) -> list[Tensor] | None:
 
 
 def _tensors_of(call: Call) -> list[Tensor] | None:
-    """The gradients of a call, or the tensors to measure; None where they are something else."""
+    """The gradients of a call, or the tensors to measure; None if something else was passed."""
     given = _given_to(call)
     if given is None or call.name == "get_total_norm":
         return given
@@ -303,7 +303,7 @@ def _sample(tensors: Sequence[Tensor]) -> list[Any]:
             flat = tensor.detach().flatten()
             found += flat[:: max(1, len(flat) // _SAMPLED)].tolist()
     except RuntimeError:
-        # Not of sparse gradients, for example, on any of the replicas.
+        # Sparse gradients, for example, cannot be sampled on any of the replicas.
         return []
     return found
 
@@ -316,7 +316,7 @@ def _world_size() -> int:
 
 
 def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
-    """The norm by one of the two functions; None where it refuses."""
+    """The norm by our function or torch's; None if the function refuses."""
     torchs = original_of(torch.nn.utils.get_total_norm)
     measure: Callable[..., Any] = torch_compat.get_total_norm if ours else torchs
     try:
@@ -332,7 +332,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _time_text(us: float) -> str:
-    """A time in microseconds, with its unit."""
+    """Formats a time in microseconds with a unit."""
     return (
         f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us" if us < 10_000 else f"{us / 1e3:,.1f} ms"
     )
@@ -343,12 +343,12 @@ def _number(norm: Any) -> float:
 
 
 def _sum(lists: Sequence[_List], is_ours: bool) -> list[float]:
-    """The totals of several lists."""
+    """Adds up the totals of several lists, which are bounds and medians."""
     return [sum(times) for times in zip(*(calls.total(is_ours) for calls in lists), strict=True)]
 
 
 def _lines(calls: _List, whole: Sequence[float]) -> list[str]:
-    """The calls on one list of gradients; `whole`: the time of the run by each function."""
+    """Describes the calls on one list; `whole` is the time of the run by each function."""
     times = []
     for i, walls in enumerate(calls.walls):
         low, middle, high = map(_time_text, statistics.quantiles(walls, n=4))
@@ -370,7 +370,7 @@ def _lines(calls: _List, whole: Sequence[float]) -> list[str]:
 
 
 def _verdict(lists: Sequence[_List], outside: float) -> str:
-    """Whether tritonclip helps the speed of this run; `outside`: its time beside clipping."""
+    """Says whether tritonclip speeds up this run, which spent `outside` on other work."""
     n_calls = sum(calls.n_calls for calls in lists)
     (low, torchs, high), (least, ours, most) = (_sum(lists, i) for i in (False, True))
     saved, ratio = (torchs - ours) / (torchs + outside), torchs / ours

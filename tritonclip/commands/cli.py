@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     if chosen.command == "run":
-        # An error of the script is raised as it is.
+        # Errors of the script are raised unchanged.
         return int(chosen.main(chosen, of_script))
     try:
         return int(chosen.main(chosen))

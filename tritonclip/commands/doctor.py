@@ -1,4 +1,4 @@
-"""`python -m tritonclip doctor`: what is installed, and a self-test of each device."""
+"""`python -m tritonclip doctor`: prints the installed versions and tests each device."""
 
 import argparse
 import importlib
@@ -20,11 +20,11 @@ _RULES = (ClipByGlobalNorm(1.0), ClipByNorm(1.0), ClipByValue(0.5))
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds nothing."""
+    """Adds no arguments."""
 
 
 def main(chosen: argparse.Namespace) -> int:
-    """Prints versions, devices and backends; returns 1 where a self-test or a setting fails."""
+    """Prints versions, devices and backends; returns 1 if a self-test or a setting fails."""
     try:
         backend, verifying = settings.current()
     except ValueError as error:
@@ -54,16 +54,16 @@ def main(chosen: argparse.Namespace) -> int:
 
 
 def _triton_version() -> str:
-    """As the module says: the packages of other builds have other names."""
+    """The version as the module says it, since packages of other builds have other names."""
     if fault := choose.triton_fault():
         text = fault.removeprefix("triton is ")
-        # A remedy only where something is wrong: on a CPU nobody needs it.
+        # The remedy is left out if Triton is not installed, since nobody needs it on a CPU.
         return "not installed" if text.startswith("not installed") else text
     return str(importlib.import_module("triton").__version__)
 
 
 def _without_a_gpu() -> str:
-    """Why none can be found; or the backend that one would have and, where it is slow, why."""
+    """Why no GPU can be found, or the backend that would serve one and why it is slow, if it is."""
     if not (torch.version.cuda or torch.version.hip):
         return f": torch {torch.__version__} is built without CUDA and ROCm"
     with warnings.catch_warnings(record=True) as caught:
@@ -91,7 +91,7 @@ def _self_test(device: torch.device) -> tuple[str, str]:
 
 
 def _clip_known(device: torch.device) -> None:
-    """Clips a gradient whose norm is known: verification is by the torch backend itself."""
+    """Clips a gradient of known norm, since verification relies on the torch backend itself."""
     weight = torch.zeros(2, device=device, requires_grad=True)
     weight.grad = torch.tensor([3.0, 4.0], device=device)
     norm = float(clip_(weight, 1.0))

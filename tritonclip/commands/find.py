@@ -12,7 +12,7 @@ from tritonclip.messages import is_own
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments, those of `find_max_norm`."""
+    """Adds the arguments of `find_max_norm`."""
     command.add_argument(
         "train",
         metavar="MODULE:NAME",
@@ -35,7 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def main(chosen: argparse.Namespace) -> int:
-    """Prints the answer of `find_max_norm`; returns 1 where there is none."""
+    """Prints the answer of `find_max_norm`; returns 1 after an error, and 130 if interrupted."""
     from tritonclip.advice.finder import find_max_norm
 
     try:
@@ -64,7 +64,7 @@ def main(chosen: argparse.Namespace) -> int:
 
 
 def _object_of(target: str) -> Any:
-    """The object that MODULE:NAME or FILE.py:NAME says; a module may lie in the current folder."""
+    """Imports the object MODULE:NAME or FILE.py:NAME; modules may lie in the current folder."""
     module, _, name = target.rpartition(":")
     if not (module and name):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`python -m tritonclip plot`: a figure of a file of norms, by the extra `monitor`."""
+"""`python -m tritonclip plot`: draws a file of norms; it needs the extra `monitor`."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from tritonclip.commands import suggest
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments, those of `suggest` and that of the figure."""
+    """Adds the arguments of `suggest`, and the path of the figure."""
     suggest.add_arguments(command)
     command.add_argument(
         "--out",

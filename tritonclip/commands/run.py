@@ -1,7 +1,7 @@
-"""`python -m tritonclip run`: a program as Python runs it, with torch's functions patched.
+"""`python -m tritonclip run`: runs a program as Python does, with torch's functions patched.
 
-Not by runpy, which takes the module `__main__` away at the end, where pickle and functions that run
-at exit still need it, and gives a script neither its loader nor its traceback.
+We do not use runpy: it removes the module `__main__` at the end, where pickle and functions that
+run at exit still need it, and it gives a script neither its loader nor its traceback.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tritonclip.integrations.patching import Losses, TorchPatch
 from tritonclip.messages import join_names
 from tritonclip.monitor.recorder import Recorder, record
 
-# Options that a script may be given by mistake.
+# Options of `run` that may be given to the script by mistake.
 _OPTIONS = {"--compare", "--no-loss", "--record"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments, before those of the script."""
+    """Adds the arguments that stand before those of the script."""
     command.usage = (
         f"{command.prog} [-h] [--compare] [--record FILE] [--no-loss] [-m] SCRIPT [ARGUMENT ...]"
     )
@@ -65,7 +65,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words up to the script, and its arguments, of which argparse would drop a `--`."""
+    """Splits the words up to the script from its arguments; argparse would drop a `--` in them."""
     at = 1
     while at < len(given) and given[at].startswith("-") and given[at] != "--":
         at += 2 if given[at] == "--record" else 1
@@ -106,8 +106,8 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     process, stderr, failed = os.getpid(), sys.stderr, True
 
     def end() -> None:
-        # A fork that the script made may end here, too. Trouble is not the script's, such as
-        # builtins that it has changed.
+        # A fork that the script made may end here as well. Errors here, for example because the
+        # script changed builtins, must not become errors of the script.
         with contextlib.suppress(Exception):
             if os.getpid() == process:
                 finish()
@@ -124,7 +124,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         report = log.report(patch.served_by_torch, failed=failed)
         lines = f"tritonclip run: {report}".splitlines()
         if started:
-            # Where no call was seen, the likely reason stands before all others.
+            # If no call was seen, this is the likely reason, so it stands before all others.
             at = len(lines) if log.counts else 1
             lines.insert(at, _NOT_PATCHED.format(join_names(started, 4)))
         if forked and not log.counts:
@@ -134,7 +134,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             lines.append(command if recorder.steps else "no norm was recorded")
         _say(stderr, lines)
 
-    # Runs after all threads, and after the functions that the script registers.
+    # This runs after all threads, and after the functions that the script registers.
     atexit.register(end)
     if recorder is not None and is_first:
         _flush_at_sigterm(recorder)
@@ -148,12 +148,12 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _say(stderr: Any, lines: Sequence[str]) -> None:
-    """Writes to standard error as it was at the start, past its buffer.
+    """Writes to the standard error of the start, and bypasses its buffer.
 
-    Python would try again to write what is left in the buffer of a pipe that nobody reads, and end
+    If nobody reads the pipe, Python would try at the end to write the rest of the buffer, and exit
     with status 120.
     """
-    # On Windows there is none, and no harm in another signal.
+    # Windows has no SIGPIPE, and it does no harm to ignore SIGTERM there for a moment.
     pipe = getattr(signal, "SIGPIPE", signal.SIGTERM)
     kills = signal.getsignal(pipe) == signal.SIG_DFL
     if kills:
@@ -168,17 +168,17 @@ def _say(stderr: Any, lines: Sequence[str]) -> None:
 
 
 def _flush_at_sigterm(recorder: Recorder) -> None:
-    """Lets SIGTERM end this process as it would, once rows are written; forks end at once."""
+    """Writes rows before SIGTERM ends this process; forks end at once."""
     if not hasattr(os, "register_at_fork") or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
     def end(number: int, frame: object) -> None:
-        # A device may still work on the last rows; one that hangs is not waited for.
+        # A device may still compute the last rows, but we do not wait for one that hangs.
         for pause in (0.0, 0.5) if torch.cuda.is_initialized() else (0.0,):
             time.sleep(pause)
             with contextlib.suppress(Exception):
                 recorder.flush(wait=False)
-        # Else a handler of the script has called this one.
+        # Otherwise a handler of the script has called this one.
         if signal.getsignal(number) is end:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -191,16 +191,16 @@ def _flush_at_sigterm(recorder: Recorder) -> None:
     os.register_at_fork(after_in_child=leave)
 
 
-# Whose processes do not train, and programs that run a script.
+# Modules whose processes do not train, and programs that run a script.
 _HELPERS = {"torch.utils.data._utils.worker", "multiprocessing.managers"}
 _RUNNERS = ("python", "torchrun", "accelerate", "deepspeed")
 
 
 def _note_processes(*names: str) -> tuple[list[str], list[str]]:
-    """Names the processes that train without the patch, and forks, which have it.
+    """Collects the names of processes that train without the patch, and of forks, which have it.
 
-    They are those of multiprocessing, of a notebook, and of a script, which is known by its file or
-    by one of its names.
+    These are processes of multiprocessing, kernels of notebooks, and processes that run the script
+    again, which is known by its file or by one of `names`.
     """
     started: list[str] = []
     forked: list[str] = []
@@ -240,7 +240,7 @@ _NOT_PATCHED = (
 )
 
 
-# Programs that run modules by an option, and modules that are such programs.
+# Programs that start a training, with the option that names a module; the same as modules.
 _RUN_MODULES = {"torchrun": "-m", "accelerate": "-m", "deepspeed": "--module"}
 _LAUNCHERS = {
     "torch.distributed.run": "-m",
@@ -254,7 +254,7 @@ _OF_SHELLS = {".sh", ".bash", ".slurm", ".sbatch"}
 
 
 def _refuse_others(chosen: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Raises ValueError for what is no script of Python, with the line to write in its place."""
+    """Raises ValueError if this is no script of Python; the message has the line to write."""
     name = chosen.script if chosen.is_module else Path(chosen.script).name.removesuffix(".exe")
     is_python = re.fullmatch(r"python[\d.]*", name) is not None and not chosen.is_module
     suffix = "" if chosen.is_module else Path(name).suffix
@@ -288,18 +288,18 @@ def _refuse_others(chosen: argparse.Namespace, arguments: Sequence[str]) -> None
 
 
 class Program(NamedTuple):
-    """What `python SCRIPT` or `python -m MODULE` runs as `__main__`; `name` is sys.argv[0]."""
+    """A script or module that Python would run as `__main__`; `name` is sys.argv[0]."""
 
     code: Callable[[], CodeType]
     attributes: dict[str, Any]
     name: str
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Runs it in a new module `__main__`, which stays; raises its errors."""
+        """Runs the program in a new module `__main__`, which stays; raises the program's errors."""
         sys.argv[:] = [self.name, *arguments]
         main = ModuleType("__main__")
         vars(main).update(self.attributes, __builtins__=builtins)
-        # Where pickle and multiprocessing look up classes and functions.
+        # Here pickle and multiprocessing look up classes and functions.
         sys.modules["__main__"] = main
         code = None
         try:
@@ -311,11 +311,11 @@ class Program(NamedTuple):
 
 
 def script(path: str) -> Program:
-    """A file, whose folder becomes `sys.path[0]`, or a folder or archive with a `__main__`.
+    """The program in a file, whose folder becomes `sys.path[0]`, or in a folder or an archive.
 
-    ValueError where there is none.
+    Raises ValueError if there is no file, and no folder or archive with a `__main__`.
     """
-    # As Python does since 3.9: valid also where the script changes its folder.
+    # An absolute path, as in Python since 3.9, stays valid if the script changes its folder.
     file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
     if (spec := PathFinder.find_spec("__main__", [file])) is not None:
         _set_first_path(file)
@@ -344,7 +344,7 @@ def _of_spec(spec: ModuleSpec, name: str) -> Program:
 
 
 def module(name: str) -> Program:
-    """A module, or the `__main__` of a package; the current folder becomes `sys.path[0]`."""
+    """The program of a module or of a package; the current folder becomes `sys.path[0]`."""
     if name.endswith(".py") or "/" in name:
         raise ValueError(
             f"expected the name of a module after -m, got the path {name}; leave out -m"
@@ -356,7 +356,7 @@ def module(name: str) -> Program:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # Else a package is there, and imports a module that is not.
+        # Otherwise the package exists, and imports a module that does not.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None
@@ -366,13 +366,13 @@ def module(name: str) -> Program:
 
 
 def _set_first_path(folder: str) -> None:
-    """Sets the entry that is Python's own, unless Python was told to have none (-P)."""
+    """Sets the entry that Python makes for a program, unless it was told to make none (-P)."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
 
 def _hide_frames(error: BaseException, code: CodeType | None) -> None:
-    """Lets the hook for errors that nothing catches show an error from the program's frames on."""
+    """Makes sys.excepthook show an uncaught error without the frames of this module."""
     shown, frames = getattr(sys, "excepthook", None), error.__traceback__
     if shown is None:
         return

@@ -1,4 +1,4 @@
-"""`python -m tritonclip suggest`: `suggest_max_norm` of a file of norms."""
+"""`python -m tritonclip suggest`: prints `suggest_max_norm` of a file of norms."""
 
 import argparse
 import math

@@ -34,10 +34,10 @@ _made: WeakSet[ClippedOptimizer] = WeakSet()
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 
-    Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. At the
-    logging interval of the trainer it logs `clip/norm`, `clip/coefficient` and
-    `clip/clipped_share`, and `clip/skipped_steps` with nonfinite="skip"; of several optimizers the
-    i-th has the prefix `clip<i>/`. Checkpoints carry the statistics. docs/trainers.md has more.
+    Under FSDPStrategy and any strategy with DTensors, the norm is that of all shards. At the
+    logging interval of the trainer, the callback logs `clip/norm`, `clip/coefficient` and
+    `clip/clipped_share`, and `clip/skipped_steps` with nonfinite="skip"; with several optimizers,
+    the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics. docs/trainers.md has more.
 
     Example:
         >>> import lightning
@@ -55,19 +55,19 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         max_norm: the largest norm of all gradients of an optimizer; or a rule. A parameter group
             may carry another rule under the key `clip`.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
-        log: whether to log; waits for the device when it does.
-        recorder: a recorder made by :func:`~tritonclip.record`; for several optimizers a list with
-            one for each, in their order.
+        log: whether to log, for which the host waits for the device.
+        recorder: a recorder made by :func:`~tritonclip.record`; for several optimizers, a list with
+            one recorder for each, in their order.
 
     Raises:
         TypeError, ValueError: `max_norm` is no rule.
 
     Notes:
-        `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by
-        `configure_gradient_clipping` of the module, where the trainer has two of these callbacks,
-        and under DeepSpeed, which clips in its engine. It raises a ValueError where an optimizer is
-        a ClippedOptimizer already, where there are more or fewer recorders than optimizers, or
-        where a module has `need_clip = False`, which belongs on parameters.
+        `fit` raises a RuntimeError if Lightning would clip as well, by `gradient_clip_val` or by
+        `configure_gradient_clipping` of the module; if the trainer has two of these callbacks; and
+        under DeepSpeed, which clips in its engine. It raises a ValueError if an optimizer is a
+        ClippedOptimizer already, if the numbers of recorders and optimizers differ, or if a module
+        has `need_clip = False`, which belongs on parameters.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         self._logged_step = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a trainer or a module that clips too."""
+        """Refuses a trainer or a module that clips as well."""
         if stage != "fit":
             return
         n = sum(isinstance(callback, Clipping) for callback in trainer.callbacks)
@@ -138,7 +138,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     ) -> ClippedOptimizer:
         for made in _made:
             if made.optimizer is inner:
-                # The module keeps its optimizer, and is fitted once more.
+                # The module has kept its optimizer, and is fitted again.
                 made.clip, made.nonfinite, made.recorder = self.clip, self.nonfinite, recorder
                 return made
         wrapper = ClippedOptimizer(
@@ -148,10 +148,10 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         return wrapper
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Logs, if this batch ended in a step and the trainer logs it."""
+        """Logs the measurements if this batch ended in a step and the trainer logs it."""
         stepped = trainer.global_step != self._logged_step
         self._logged_step = trainer.global_step
-        # The callbacks of Lightning ask the same.
+        # Lightning's own callbacks ask the same private attribute.
         if not (self._logs and stepped and trainer._logger_connector.should_update_logs):
             return
         several = len(trainer.optimizers) > 1
@@ -161,7 +161,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
 
 def _options_for(model: Any) -> dict[str, Any]:
-    """The processes that hold the shards of a model of FSDPStrategy, which do not say so."""
+    """Names the processes that hold a model of FSDPStrategy, whose shards do not say so."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy

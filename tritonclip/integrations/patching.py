@@ -1,7 +1,7 @@
-"""`patch_torch`: torch's functions that clip run this library's code.
+"""`patch_torch`: makes torch's functions that clip run this library's code.
 
-No module gets another object: while a patch is active, torch's function objects have another
-`__code__`. So whoever holds one of them calls this library, and torch again after `remove()`.
+No module gets another object. While a patch is active, torch's function objects have another
+`__code__`, so whoever holds one of them calls this library, and torch again after `remove()`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tritonclip.torch_compat import NAMES, originals, torchs
 
 
 class Call(NamedTuple):
-    """A call of a patched function: both that can serve it, and its arguments by name."""
+    """A call of a patched function: two functions that can serve it, and its arguments by name."""
 
     name: str
     ours: Callable[..., Any]
@@ -35,23 +35,23 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
-# Chooses one of the two functions of a call, and what is done with its result, if anything.
+# Chooses one of the two functions of a call, and returns a function for its result, or None.
 Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | None]]
-# Guards all below.
+# Guards the state below.
 _lock = threading.RLock()
-# Replaced, never changed: calls read it without the lock.
+# The active patches: a tuple that is only replaced, because calls read it without the lock.
 _patches: tuple[TorchPatch, ...] = ()
-# Made once: torch's functions, their code, and the code of each with a patch.
+# Made once: each function of torch with its code and the code that it gets by a patch.
 _functions: list[tuple[FunctionType, CodeType, CodeType]] = []
 
 
 def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
-    """Lets torch's functions that clip run this library's code, also where you cannot edit a call.
+    """Makes torch's functions that clip run this library's code, even if you cannot edit a call.
 
     `clip_grad_norm_`, `clip_grad_value_`, `clip_grads_with_norm_` and `get_total_norm` of
     `torch.nn.utils` stay the same objects and get other code, so that trainers call tritonclip
-    however they hold the functions. Results have torch's types. A call that tritonclip refuses is
-    served by torch's code, with one warning for each reason.
+    however they imported the functions. Results have torch's types. A call that tritonclip refuses
+    is served by torch's code, with one warning for each reason.
 
     Example:
         >>> import torch, tritonclip
@@ -62,22 +62,22 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
         tensor(10.)
 
     Args:
-        recorder: made by :func:`record`: takes the norm and the limit of each patched call of
-            `clip_grad_norm_` and `clip_grads_with_norm_`, for :func:`suggest_max_norm`. If it
-            cannot, a warning says so, and the patch goes on without it.
+        recorder: a recorder made by :func:`record`, which takes the norm and the limit of each
+            patched call of `clip_grad_norm_` and `clip_grads_with_norm_`, for
+            :func:`suggest_max_norm`. If it cannot, a warning says so, and the patch drops it.
 
     Returns:
-        The patch. Its `remove()` gives torch's functions their code back, whoever patched them; the
-        end of a `with` block does so once no other patch is left, and another block patches again.
+        The patch. Its `remove()` gives torch's functions their code back, whoever patched them. The
+        end of a `with` block does so once no other patch is left; another block patches again.
 
     Raises:
         TypeError: a recorder of another kind.
 
     Notes:
-        Not reached: code with functions of its own, such as DeepSpeed, Megatron and apex; calls
-        that torch.compile or another tracer follows; other processes, except later forks.
-        docs/trainers.md has more. `python -m tritonclip run train.py` patches a script without a
-        change, and `%load_ext tritonclip` a notebook.
+        The patch does not reach code with its own functions, such as DeepSpeed, Megatron and apex;
+        calls that torch.compile or another tracer follows; and other processes, except later forks.
+        docs/trainers.md has more. `python -m tritonclip run train.py` patches an unchanged script,
+        and `%load_ext tritonclip` a notebook.
 
     References:
         Liger-Kernel, `apply_liger_kernel_to_llama`; scikit-learn-intelex, `patch_sklearn`.
@@ -91,12 +91,12 @@ def load_ipython_extension(_: object) -> None:
 
 
 def unload_ipython_extension(_: object) -> None:
-    """`%unload_ext tritonclip` gives them their code back."""
+    """`%unload_ext tritonclip` gives torch's functions their code back."""
     _activate(())
 
 
-# Raised by calls that this library refuses, before anything is measured or written. Other errors
-# are the call's: of a norm that is not finite, of processes, of memory.
+# This library raises these when it refuses a call, before anything is measured or written. Other
+# errors belong to the call: a norm that is not finite, or trouble with processes or memory.
 _REFUSALS = (TypeError, ValueError, NotImplementedError)
 
 
@@ -110,14 +110,14 @@ class TorchPatch:
         losses: Losses | None = None,
     ) -> None:
         self.recorder, self.observer, self.losses = as_recorder(recorder), observer, losses
-        # Calls that torch served, by reason.
+        # The number of calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
-        # Blocks that have begun and not ended.
+        # The number of blocks that have begun and not ended.
         self._n_blocks = 0
         self._add()
 
     def remove(self) -> None:
-        """Gives torch's functions their code back, whoever patched them; again, does nothing."""
+        """Gives torch's functions their code back, whoever patched them; may be called again."""
         _activate(())
 
     def __enter__(self) -> TorchPatch:
@@ -138,7 +138,7 @@ class TorchPatch:
                 _activate((*_patches, self))
 
     def record_(self, arguments: Mapping[str, Any], result: Any) -> None:
-        """Adds a call to the recorder, which is dropped where it cannot take it."""
+        """Adds a call to the recorder, and drops the recorder if that fails."""
         recorder, limit = self.recorder, arguments["max_norm"]
         assert recorder is not None
         try:
@@ -162,33 +162,33 @@ class TorchPatch:
         return "\n".join(lines)
 
 
-# Backward calls of a step that are remembered, and losses that a GradScaler scaled before them.
+# The most losses of a step, and the most losses scaled by a GradScaler, that are remembered.
 _MOST_LOSSES, _MOST_SCALED = 100, 16
 
 
 class Losses(threading.local):
-    """The losses on which a thread called `backward` before it clips, of a script as it is.
+    """The losses on which a thread of an unchanged script called `backward` before it clips.
 
-    They add up, as their gradients do: those of micro-batches, or of both halves of a critic. A
-    loss that a GradScaler scaled counts as it was before. Left out are calls with gradients of
-    their own, tensors of other classes, and what a script makes of a scaled loss.
+    Losses add up as their gradients do: those of micro-batches, or of both halves of a critic. A
+    loss that a GradScaler scaled counts as it was before. Calls that pass gradients to `backward`,
+    tensors of other classes, and tensors computed from a scaled loss are left out.
     """
 
     def __init__(self) -> None:
-        # Without graphs: numbers, or tensors on a device, for which nothing waits.
+        # Numbers, or tensors without graphs on a device, for which the host does not wait.
         self.found: deque[float | Tensor] = deque(maxlen=_MOST_LOSSES)
         self._total: float | Tensor | None = None
 
     def watch(self) -> Callable[[], None]:
-        """Notes losses until the function that it returns is called."""
+        """Notes losses until the returned function is called."""
         autograd: Any = torch.autograd
         scaler_type: Any = torch.amp.GradScaler
         backward, scale = autograd.backward, scaler_type.scale
-        # That a scaled loss lives, and the loss.
+        # References to scaled losses, and the losses before.
         scaled: deque[tuple[weakref.ref[Tensor], float | Tensor]] = deque(maxlen=_MOST_SCALED)
 
-        # Most calls enter no other function of Python: it takes time, and torch.compile would trace
-        # it where it breaks its graph at Tensor.backward.
+        # Most calls enter no other function of Python, because that takes time, and torch.compile
+        # would trace it where it breaks its graph at Tensor.backward.
         @torch.compiler.disable(recursive=False)
         @functools.wraps(backward)
         def backward_noted(
@@ -227,16 +227,16 @@ class Losses(threading.local):
         return end
 
     def total(self) -> float | Tensor | None:
-        """The sum of the losses whose gradients a call clips; None where none is known."""
+        """The sum of the losses whose gradients a call clips; None if no loss is known."""
         found = [*self.found]
         if found:
-            # Several calls that clip may follow one backward pass.
+            # The sum is kept, because several calls that clip may follow one backward pass.
             self._total = None
             self.found.clear()
             try:
                 self._total = sum(found)
             except RuntimeError as error:
-                # Of two devices, or overwritten by the next replay of a CUDA graph.
+                # They lie on two devices, or the next replay of a CUDA graph overwrote them.
                 _warn_of_loss(error)
         return self._total
 
@@ -246,7 +246,7 @@ def _warn_of_loss(error: Exception) -> None:
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that always runs torch's code, for one of torch's; another function as it is."""
+    """The copy that always runs torch's code, for a function of torch's; others as they are."""
     found = (originals[name] for name, torchs_own in torchs.items() if function is torchs_own)
     return next(found, function)
 
@@ -256,7 +256,7 @@ def _activate(patches: tuple[TorchPatch, ...]) -> None:
     global _patches
     with _lock:
         if not _functions:
-            # Of all functions or of none.
+            # This makes the code of all functions, or raises and keeps none.
             _functions[:] = [_codes_of(name) for name in torchs]
         before = _patches
         try:
@@ -286,9 +286,9 @@ def _exchange(*, active: bool) -> None:
         function.__code__ = our_code if active else code
 
 
-# Code has as many free variables as the code that it takes the place of, and torch's globals. Our
-# function is one of its constants, which a program that empties sys.modules does not reach.
-# torch.compile cannot read such a constant, and traces torch's function.
+# Code must have as many free variables as the code that it replaces, and it sees torch's globals.
+# Our function is one of its constants, so that it survives a program that empties sys.modules.
+# torch.compile cannot read such a constant, so there the code calls the copy of torch's function.
 _CODE = """
 def outer({free}):
     def {name}(*args, **kwargs):
@@ -303,7 +303,7 @@ def outer({free}):
 
 
 def _codes_of(name: str) -> tuple[FunctionType, CodeType, CodeType]:
-    """A function of torch, its own code, and one that calls ours."""
+    """A function of torch, its own code, and code that calls our function."""
     function = torchs[name]
     free = function.__code__.co_freevars
     scope: dict[str, Any] = {}
@@ -315,20 +315,20 @@ def _codes_of(name: str) -> tuple[FunctionType, CodeType, CodeType]:
 
 
 def _clip_of(name: str) -> Callable[..., Any]:
-    """The function that serves the calls of one of torch's."""
+    """Makes the function that serves the calls of one of torch's functions."""
     original, ours = originals[name], getattr(torch_compat, name)
     names = tuple(inspect.signature(torchs[name]).parameters)
     known = frozenset(names)
-    # Where the norm before clipping is known to the caller, or becomes known.
+    # Only these calls get or return the norm before clipping.
     records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # Code that something copied outlives the patch, and so does a graph that is made here; and
-        # torch refuses arguments that only ours takes.
+        # Copies of the code, and graphs that are made here, outlive the patch. torch has to refuse
+        # arguments that only our function takes.
         if not _patches or not known.issuperset(kwargs) or is_observed():
             return original(*args, **kwargs)
-        # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
-        # as it is, since both warn of it.
+        # An iterator, such as model.parameters(), is read once for both functions. An empty one
+        # stays as it is, because both functions warn of it.
         if args:
             if type(args[0]) is not list and isinstance(args[0], Iterator):
                 args = ([*args[0]] or args[0], *args[1:])
@@ -348,11 +348,11 @@ def _clip_of(name: str) -> Callable[..., Any]:
                 raise
             refusal = error
         if refusal is not None:
-            # Counted before torch's code, which may refuse the call, too.
+            # This counts before torch's code runs, because torch may refuse the call as well.
             reason = f"{name}: {refusal}"
             for patch in _patches:
                 patch.served_by_torch[reason] += 1
-            # Whatever refuses has changed nothing.
+            # The refused call has changed nothing.
             result = original(*args, **kwargs)
             if all(patch.served_by_torch[reason] == 1 for patch in _patches):
                 warn_user(

@@ -1,4 +1,4 @@
-"""Helpers for all trainers: metrics to log, and the error for a trainer that is missing."""
+"""Helpers for all trainers: metrics to log, and the error for a trainer that is not installed."""
 
 import math
 from typing import Any
@@ -9,8 +9,8 @@ from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, float]:
     """Norm, coefficient and limit of the last step, and counts; waits for the device.
 
-    Groups with a rule of their own add norm and coefficient. NaN if the step was skipped. None of
-    these where nothing was measured, as before the first step and with ClipByValue.
+    Groups with a separate rule add norm and coefficient. Values are NaN if the step was skipped,
+    and left out if nothing was measured, as before the first step and with ClipByValue.
     """
     summary = optimizer.stats.summary()
     share = summary.pop("clipped_share")
@@ -28,7 +28,7 @@ def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, 
 
 
 def wrapper_in(optimizer: Any) -> ClippedOptimizer | None:
-    """The ClippedOptimizer inside the wrappers of a trainer, or itself; None without any."""
+    """Finds the ClippedOptimizer in an optimizer or its wrappers; None if there is none."""
     while optimizer is not None:
         if isinstance(optimizer, ClippedOptimizer):
             return optimizer
@@ -37,7 +37,7 @@ def wrapper_in(optimizer: Any) -> ClippedOptimizer | None:
 
 
 def needs(package: str, error: ImportError) -> ImportError:
-    """The error in place of another, which is its cause."""
+    """The error to raise from `error`, with the extra to install."""
     return type(error)(
         f"tritonclip.integrations needs {package}, which could not be imported: {error}; expected "
         'the extra: pip install "tritonclip[integrations]"',

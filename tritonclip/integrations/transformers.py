@@ -22,7 +22,7 @@ __all__ = ["ClippingMixin", "ClippingTrainer"]
 class ClippingMixin:
     """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 
-    Name it before the class of the trainer, which may be any subclass of Trainer, such as
+    Put it before the class of the trainer, which may be any subclass of Trainer, such as
     `trl.SFTTrainer`.
 
     Example:
@@ -31,16 +31,16 @@ class ClippingMixin:
         >>> [cls.__name__ for cls in MyTrainer.mro()[:3]]
         ['MyTrainer', 'ClippingMixin', 'Seq2SeqTrainer']
 
-    The clipping of the Trainer is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
-    interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss, and
-    `clip/skipped_steps` with nonfinite="skip". `grad_norm` is the norm before clipping, too.
+    The Trainer's own clipping is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
+    interval it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share` beside the loss, and
+    `clip/skipped_steps` with nonfinite="skip". `grad_norm` is the norm before clipping as well.
 
     Args:
-        *args: for the trainer.
+        *args: arguments of the trainer.
         max_norm: the largest norm of all gradients together; or a rule.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
-        **kwargs: for the trainer.
+        **kwargs: arguments of the trainer.
 
     Raises:
         TypeError: `max_norm` is no rule.
@@ -85,7 +85,7 @@ class ClippingMixin:
         self.args.max_grad_norm = 0.0
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer of the trainer, wrapped."""
+        """Makes and wraps the optimizer of the trainer."""
         inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if wrapper_in(inner) is None:
             checked_parameters(self.model)
@@ -101,11 +101,11 @@ class ClippingMixin:
         return self.optimizer
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Nothing: the Trainer would read and write all gradients once more."""
+        """Measures nothing, since the Trainer would read and write all gradients once more."""
         return grad_norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the measurements to the logs of training."""
+        """Adds the measurements to the training logs."""
         clipped = wrapper_in(self.optimizer)
         if "loss" in logs and clipped is not None:
             metrics = metrics_of(clipped)
