@@ -87,7 +87,7 @@ class RowBuffer:
         self._rows = []
 
     def take(self, *, wait: bool) -> list[Row]:
-        """Returns rows in order: those that arrived since the last call or, with `wait`, all sent."""
+        """Returns in order the rows that arrived since the last call or, with `wait`, all sent."""
         taken: list[Row] = []
         while self._copies:
             rows, values, arrival = self._copies[0]
