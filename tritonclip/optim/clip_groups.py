@@ -364,7 +364,7 @@ def _norm_of_all(norms: Norms) -> float | Tensor:
 
 
 def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
-    """Returns the 2-norms of a clip group, and measures them if nobody has."""
+    """Returns the 2-norms of a clip group, and measures them if they are not known yet."""
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
@@ -374,6 +374,6 @@ def _two_norm_of(group: ClipGroup, grad_scale: float | Tensor) -> Norms:
 
 
 def _norm_of(norms: Tensor) -> Tensor:
-    """Combines 2-norms to one in float64, where their squares do not overflow."""
+    """Combines 2-norms to one in float64, because squares of float32 norms may overflow."""
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return norm
