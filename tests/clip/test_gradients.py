@@ -31,12 +31,13 @@ from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
+    ClipByUnitNorm,
     ClipByValue,
     ClipState,
     clip_tensors_,
 )
 
-RULES = each_rule(1.0, 1.0)
+RULES, UNIT = each_rule(1.0, 1.0), ClipByUnitNorm()
 LOW = each_rule(0.5, 0.1)
 FORMS = {
     "list": lambda module: list(module.parameters()),
@@ -66,12 +67,24 @@ def test_clip_takes_every_form_of_parameters(device, form):
     check_clip(grads, 0.5, FORMS[form](module))
 
 
-@pytest.mark.parametrize("make", [list, tuple, torch.nn.ParameterList], ids=lambda m: m.__name__)
-def test_clip_of_nothing_gives_zero_without_a_warning(backend, make):
-    norm = tritonclip.clip_(make([]), 1.0)
-    assert norm.item() == 0.0
-    assert norm.shape == ()
-    assert norm.dtype == torch.float32
+NOTHING: dict[str, Any] = {
+    "list": lambda _: [],
+    "tuple": lambda _: (),
+    "module": lambda _: torch.nn.ParameterList(),
+    "filter": lambda _: filter(None, []),
+    "parameter": lambda one: [one],
+    "generator": lambda one: (p for p in [one]),
+}
+
+
+@pytest.mark.parametrize(("rule", "shape"), [(1.0, ()), (ClipByNorm(1.0), (0,)), (UNIT, (0,))])
+@pytest.mark.parametrize("name", NOTHING)
+def test_clip_without_gradients_gives_zero_without_a_warning(device, name, rule, shape):
+    """On the device of the parameters, where there are any."""
+    for _ in range(4):
+        norm = tritonclip.clip_(NOTHING[name](parameter(None, device)), rule)
+    assert (norm.shape, norm.dtype, norm.sum().item()) == (shape, torch.float32, 0.0)
+    assert norm.device.type == (device.type if name in ("parameter", "generator") else "cpu")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -81,22 +94,6 @@ def test_clip_of_an_exhausted_generator_warns(backend, rule):
     with pytest.warns(tritonclip.ClippingWarning, match="`parameters` is an empty gen") as caught:
         tritonclip.clip_(used, rule)
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda one: (p for p in [one]), lambda one: [one], lambda one: filter(None, [])],
-    ids=["generator", "list", "filter"],
-)
-def test_clip_without_a_gradient_does_not_warn(device, make):
-    for _ in range(4):
-        tritonclip.clip_(make(parameter(None, device)), 1.0)
-
-
-def test_clip_without_gradients_gives_zero_on_the_device_of_the_parameters(device):
-    norm = tritonclip.clip_(iter([parameter(None, device)]), 1.0)
-    assert norm.item() == 0.0
-    assert norm.device.type == device.type
 
 
 GRIDS = {

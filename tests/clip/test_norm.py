@@ -18,7 +18,6 @@ from helpers.cases import (
     assert_bits,
     assert_norm,
     check_clip,
-    copies,
     few_large,
     named,
     normal,
@@ -61,22 +60,39 @@ def test_norm_is_right_across_chunks(device, p):
     assert_norm(measured([grad], p), reference.norm(grad, p))
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
-def test_norm_of_few_large_among_many_small(device, p):
-    """One chunk overflows in float32 and its neighbours do not."""
-    grad = normal(2 * CHUNK + 1, device=device)
-    grad[CHUNK + 3] = 2e25
-    tiny = torch.full((50,), 1e-30, device=device)
-    grads = [tiny, grad, tiny.clone()]
-    assert_norm(measured(grads, p), reference.total_norm(grads, p))
+def with_values(grad, values):
+    for at, value in values.items():
+        grad[at] = value
+    return grad
 
 
-def test_norm_of_few_small_among_zeros(device):
-    """A chunk whose squares all vanish in float32 is not a chunk of zeros."""
-    grad = torch.zeros(CHUNK + 9, device=device)
-    grad[-1] = 3e-30
-    grad[5] = 4e-30
-    assert_norm(measured([grad]), reference.norm(grad))
+RARE = {
+    # One chunk overflows in float32 and its neighbours do not.
+    "large": lambda: [
+        torch.full((50,), 1e-30),
+        with_values(normal(2 * CHUNK + 1), {CHUNK + 3: 2e25}),
+        torch.full((50,), 1e-30),
+    ],
+    # A chunk whose squares all vanish in float32 is not a chunk of zeros.
+    "small": lambda: [with_values(torch.zeros(CHUNK + 9), {-1: 3e-30, 5: 4e-30})],
+    # Sums of squares of each chunk fit float64, and those of two do not.
+    "float64": lambda: [torch.full((6 * CHUNK,), 8.56e151, dtype=torch.float64)],
+    # Moduli are temporaries, which kernels know by their addresses only.
+    "complex": lambda: [
+        torch.full((1000,), 3 + 4j, dtype=torch.complex64),
+        torch.full((1000,), 3e3 + 4e3j, dtype=torch.complex128),
+        torch.full((2000,), 3 + 4j, dtype=torch.complex64)[::2],
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0], ids="p={:g}".format)
+@pytest.mark.parametrize("make", RARE.values(), ids=RARE)
+def test_norm_of_rare_values(device, make, p):
+    grads = [grad.to(device) for grad in make()]
+    is_mixed = len({grad.dtype for grad in grads}) > 1
+    assert_norm(measured(grads, p), reference.total_norm(grads, p), is_mixed=is_mixed)
 
 
 @pytest.mark.covering(2)
@@ -152,12 +168,6 @@ def test_norm_does_not_depend_on_the_default_dtype(device, dtype, default):
         torch.set_default_dtype(torch.float32)
 
 
-def test_norm_of_float64_chunks_that_fit_only_apart(device):
-    """Sums of squares of each chunk fit float64, and those of two do not."""
-    grads = [torch.full((6 * CHUNK,), 8.56e151, dtype=torch.float64, device=device)]
-    assert_norm(tritonclip.get_total_norm(grads), reference.total_norm(copies(grads)))
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [3.5e38, 1e300, 1.7976931348623157e308])
 @pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
@@ -180,19 +190,6 @@ def test_error_with_a_limit_over_the_largest_float32_names_the_gradient(device):
     grad = torch.tensor([1.0, torch.nan], device=device)
     with pytest.raises(RuntimeError, match=r"non-finite.*parameters\[0\]"):
         tritonclip.clip_([parameter(grad)], 1.7976931348623157e308, nonfinite="error")
-
-
-@pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
-@pytest.mark.parametrize("p", [1.0, 3.0])
-def test_norm_of_two_complex_groups_is_right(device, p):
-    """Moduli are temporaries, which kernels know by their addresses only."""
-    grads = [
-        torch.full((1000,), 3 + 4j, dtype=torch.complex64, device=device),
-        torch.full((1000,), 3e3 + 4e3j, dtype=torch.complex128, device=device),
-        torch.full((2000,), 3 + 4j, dtype=torch.complex64, device=device)[::2],
-    ]
-    norm = tritonclip.get_total_norm(grads, p)
-    assert float(norm) == pytest.approx(reference.total_norm(copies(grads), p), rel=1e-6)
 
 
 @pytest.mark.parametrize("p", [1.0, 1.5, 3.0, torch.inf])

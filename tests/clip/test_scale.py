@@ -67,13 +67,6 @@ def test_clip_by_norm_keeps_apart_what_is_measured_in_different_ways(device, dty
     assert norms[1] == 0
 
 
-def test_clip_by_norm_of_an_empty_list(device):
-    norms = tritonclip.clip_([parameter(None, device)], ClipByNorm(1.0))
-    assert norms.shape == (0,)
-    assert norms.dtype == torch.float32
-    assert norms.device.type == device.type
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_clip_by_value_within_bounds_changes_no_bit(device, dtype):
     grads = of_sizes((5, 4097, CHUNK + 1), dtype, device)

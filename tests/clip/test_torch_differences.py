@@ -9,7 +9,7 @@ from torch.nn import utils
 
 import tritonclip
 from helpers import reference
-from helpers.cases import MANY, assert_norm, grad_of, normal, parameter, parameters, untouched
+from helpers.cases import assert_norm, grad_of, normal, parameter, parameters, untouched
 
 
 def pair(values, device, dtype=torch.float32):
@@ -51,13 +51,6 @@ def test_norm_of_extreme_values_is_right(device, magnitude):
     assert utils.clip_grad_norm_(theirs, 1.0).item() in (torch.inf, 0.0)
     expected = reference.norm(ours.grad)
     assert_norm(tritonclip.clip_grad_norm_(ours, torch.inf), expected)
-
-
-def test_infinity_norm_ignores_empty_gradients(device):
-    """torch cannot take the largest element of an empty tensor; the list has others."""
-    grads = [torch.zeros(0, device=device), torch.tensor([3.0, -4.0], device=device)]
-    assert tritonclip.get_total_norm(grads, torch.inf).item() == 4.0
-    assert tritonclip.clip_grad_norm_(parameters(grads), 1.0, torch.inf).item() == 4.0
 
 
 def test_parameter_listed_twice_counts_once(device):
@@ -136,13 +129,6 @@ def test_clip_grad_value_of_nothing_does_nothing(backend):
     tritonclip.clip_grad_value_([parameter(None, backend.device)], 1.0)
 
 
-def test_clip_grad_norm_without_gradients_is_zero_on_the_device_of_the_parameters(device):
-    """torch's zero is on the CPU, where the next all-reduce fails."""
-    norm = tritonclip.clip_grad_norm_([parameter(None, device)], 1.0)
-    assert norm.item() == 0.0
-    assert norm.device.type == device.type
-
-
 def test_infinite_limit_keeps_infinite_gradients(device):
     """torch computes inf / inf and makes every gradient NaN; no limit means no change."""
     ours, theirs = pair([3.0, torch.inf], device)
@@ -150,19 +136,3 @@ def test_infinite_limit_keeps_infinite_gradients(device):
     assert theirs.grad.isnan().all()
     assert tritonclip.clip_grad_norm_(ours, torch.inf).item() == torch.inf
     assert ours.grad.tolist() == [3.0, torch.inf]
-
-
-def test_excluded_parameters_are_left_out(device):
-    """torch knows no ``need_clip``; the attribute is Paddle's."""
-    ours, left_out = pair([3.0, 4.0], device)
-    left_out.need_clip = False
-    assert tritonclip.clip_grad_norm_([ours, left_out], 1.0).item() == 5.0
-    tritonclip.clip_grad_value_([ours, left_out], 0.1)
-    assert left_out.grad.tolist() == [3.0, 4.0]
-
-
-def test_norm_of_many_elements_is_right(device):
-    """torch adds a whole tensor up in float32: 0.8% off at 124M elements on a CPU."""
-    size = MANY * 100
-    grad = torch.full((size,), 0.1, device=device)
-    assert_norm(tritonclip.get_total_norm(grad), grad[0].double().item() * size**0.5)

@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 SMALL = (10,) * 10
+MIXED = (torch.float32, torch.bfloat16) * 5
 # An example takes forks, threads or signals.
 FEWER = settings(max_examples=max(2, settings().max_examples // 4))
 
@@ -203,11 +204,14 @@ def _refused() -> None:
 
 
 @NEEDS_FORK
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", each_rule(0.5, -0.3, 0.2))
 @pytest.mark.parametrize("interruption", ["equal", "others", "refused"])
-def test_call_is_right_where_another_interrupts_it_at_any_line(rule, interruption):
+@pytest.mark.parametrize("name", ["auto", "torch"])
+@pytest.mark.parametrize("dtypes", [torch.float32, MIXED], ids=["float32", "mixed"])
+def test_call_is_right_where_another_interrupts_it_at_any_line(rule, interruption, name, dtypes):
     """As signal handlers and destructors do; in a fork, because it might wait for itself."""
-    ours, theirs = Arena(SMALL), Arena(SMALL, seed=1)
+    ours, theirs = Arena(SMALL, dtypes), Arena(SMALL, dtypes, seed=1)
     others = [Arena((n, 5), seed=n) for n in range(1, 41)]
     interruptions: dict[str, Callable[[], object]] = {
         "equal": lambda: clip(theirs, rule),
@@ -219,5 +223,6 @@ def test_call_is_right_where_another_interrupts_it_at_any_line(rule, interruptio
         assert interrupt_lines(lambda: clip(ours, rule), interruptions[interruption]) > 0
         repeat(2, clip, ours, rule)
 
-    repeat(2, clip, ours, rule)
-    run_in_fork(work, seconds=20)
+    with tritonclip.use_backend(name):
+        repeat(2, clip, ours, rule)
+        run_in_fork(work, seconds=60)

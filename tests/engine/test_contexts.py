@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from helpers.arena import Arena, OptimizerArena, TorchArena
-from helpers.cases import INTERPRETED, each_rule, normal, parameters, unchanged
+from helpers.cases import INTERPRETED, Operators, each_rule, unchanged
 from helpers.clips import clip
 from tritonclip import ClipByGlobalNorm
 
@@ -52,19 +51,6 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Dispatch(TorchDispatchMode):
-    """Sees every operator; does something before it."""
-
-    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self.meanwhile, self.calls = meanwhile, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        self.meanwhile()
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -81,7 +67,7 @@ CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
     "no-grad": lambda device: torch.set_grad_enabled(False),
     "grad": lambda device: torch.set_grad_enabled(True),
     "function-mode": lambda device: Functions(),
-    "dispatch-mode": lambda device: Dispatch(),
+    "dispatch-mode": lambda device: Operators(),
     "meta-device": lambda device: torch.device("meta"),
     "float16-by-default": lambda device: default_dtype(torch.float16),
     "float64-by-default": lambda device: default_dtype(torch.float64),
@@ -139,31 +125,3 @@ def test_backend_that_cannot_serve_refuses_a_list_met_before():
         refused = pytest.raises(RuntimeError, match="asked for")
         with unchanged([ours.memory]), tritonclip.use_backend("triton"), refused:
             ours.call(GLOBAL)
-
-
-FEW_OPERATORS = pytest.mark.skipif(INTERPRETED, reason="a launch is hundreds of operators here")
-
-
-@FEW_OPERATORS
-@pytest.mark.parametrize("dtypes", LISTS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("whose", ["equal", "others"])
-def test_list_is_clipped_while_others_are(device, whose, rule, dtypes):
-    """Before each operator of a call an equal list, or before every tenth more than are kept."""
-    sizes = new_sizes()
-    ours, equal = (Arena(sizes, dtypes, device, seed=seed) for seed in range(2))
-    others = [parameters([normal(n, device=device), normal(9, device=device)]) for n in range(100)]
-    operators = itertools.count()
-
-    def meanwhile() -> None:
-        if whose == "equal":
-            clip(equal, rule)
-        elif next(operators) % 10 == 0:
-            for params in others:
-                tritonclip.clip_(params, rule)
-
-    for _ in range(2):
-        clip(ours, rule)
-        mode = Dispatch(meanwhile)
-        clip(ours, rule, mode)
-        assert mode.calls > 0

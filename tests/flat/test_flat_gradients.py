@@ -30,6 +30,7 @@ from helpers.cases import (
     check_clip,
     copies,
     grad_of,
+    named,
     of_sizes,
     parameters,
     unchanged,
@@ -92,26 +93,18 @@ def assert_views(flat: FlatGradients, params: list[Tensor]) -> None:
     assert ends == {b.data_ptr(): b.numel() * b.element_size() for b in flat.buffers}
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(torch.complex64, id="complex64")])
+@pytest.mark.parametrize("dtype", [*FLOATS, *named([torch.complex64]), None])
 def test_constructor_makes_views_without_gaps_and_keeps_gradients(dtype):
-    params = parameters_of(dtype=dtype)
+    """In a buffer for each dtype."""
+    params = mixed() if dtype is None else parameters_of(dtype=dtype)
     before = copies(grads_of(params))
     flat = FlatGradients(params)
-    assert len(flat.buffers) == 1
+    assert [b.dtype for b in flat.buffers] == [*dict.fromkeys(p.dtype for p in params)]
     assert_views(flat, params)
     assert_bits(grads_of(params), before)
     aligned = [g for g in grads_of(params) if g.numel() * g.element_size() % 16 == 0]
     assert len(aligned) > 2
     assert all(g.data_ptr() % 16 == 0 for g in aligned)
-
-
-def test_constructor_makes_a_buffer_for_each_dtype():
-    params = mixed()
-    before = copies(grads_of(params))
-    flat = FlatGradients(params)
-    assert [b.dtype for b in flat.buffers] == [torch.float32, torch.bfloat16, torch.float64]
-    assert_views(flat, params)
-    assert_bits(grads_of(params), before)
 
 
 def test_constructor_keeps_the_strides_that_autograd_would_give():

@@ -91,7 +91,12 @@ def test_results_have_the_bits_of_the_other_ways(name, limit, dtype, some, by_ot
         pytest.skip("complex numbers have no order")
     tensors = some(dtype)
     with unchanged(tensors):
-        assert_bits(FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit))
+        ours, theirs = FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit)
+    assert_bits(ours, theirs)
+    assert [x.stride() for x in ours] == [x.stride() for x in theirs]
+    # In memory that no other tensor has.
+    given, own = ([x.data_ptr() for x in list_ if x.numel()] for list_ in (tensors, ours))
+    assert len({*given, *own}) == len({*given}) + len(own)
 
 
 @pytest.mark.covering(2)
@@ -243,24 +248,6 @@ def test_variables_choose_a_backend(monkeypatch, count):
             patched.setenv(f"TRITONCLIP_{name}", value)
             functional.clip_by_value(normal(3), -1.0, 1.0)
         assert len(count) == n
-
-
-@functions
-def test_results_share_no_memory(function):
-    for some in (make, repeated, transposed, mixed):
-        for limit in (0.5, 1e6):
-            tensors = some(torch.float32)
-            known = {x.data_ptr() for x in tensors if x.numel()}
-            own = [x.data_ptr() for x in function(tensors, limit) if x.numel()]
-            assert known.isdisjoint(own)
-            assert len(set(own)) == len(own)
-
-
-@functions
-def test_strides_are_those_of_operators(function, by_others):
-    x = [normal((2, 3, 4, 5)).to(memory_format=torch.channels_last), normal((6, 5)).t()]
-    for ours, theirs in zip(function(x, 0.5), by_others(function, x, 0.5), strict=True):
-        assert ours.stride() == theirs.stride()
 
 
 def test_new_tensors_with_gaps_are_left_to_operators():

@@ -12,8 +12,9 @@ def make(dtype: torch.dtype) -> list[Tensor]:
 
 
 def transposed(dtype: torch.dtype) -> list[Tensor]:
-    """One is dense in another order of its dimensions."""
-    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
+    """Two are dense in other orders of their dimensions."""
+    channels_last = normal((2, 3, 4, 5), dtype, seed=9).to(memory_format=torch.channels_last)
+    return [*make(dtype), normal((6, 5), dtype, seed=8).t(), channels_last]
 
 
 def mixed(dtype: torch.dtype) -> list[Tensor]:

@@ -140,12 +140,3 @@ def test_scheduler_warns_when_it_steps_before_the_optimizer(made_on):
     scheduler = schedule("StepLR", wrapper if made_on == "wrapper" else inner)
     with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
         scheduler.step()
-
-
-def test_scheduler_sees_a_group_that_was_added_to_the_wrapper():
-    model, inner = made()
-    wrapper = ClippedOptimizer(inner, LIMIT)
-    wrapper.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.8})
-    scheduler = lr_scheduler.ExponentialLR(wrapper, 0.5)
-    train(model, wrapper, scheduler, range(1))
-    assert [group["lr"] for group in wrapper.param_groups] == [0.05, 0.025, 0.4]

@@ -66,17 +66,6 @@ def test_add_works_in_inference_mode_and_with_graphs(path):
     assert norm.grad_fn is not None
 
 
-def test_add_takes_rows_with_different_values_on_the_device(path):
-    with tritonclip.record(path) as recorder:
-        recorder.add_(1.0, limit=2.0)
-        recorder.add_(torch.tensor(2.0), limit=2.0)
-        recorder.add_(3.0, coefficient=torch.tensor(0.5), limit=torch.tensor(1.5), skipped=False)
-        recorder.add_(4.0)
-    history = read(path)
-    assert history.norms.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert history.limits.nan_to_num(-1).tolist() == [2.0, 2.0, 1.5, -1.0]
-
-
 class Arrival:
     """An event that is over when the test says so."""
 

@@ -28,7 +28,10 @@ def test_groups_state_and_defaults_are_shared(name, options):
     params = made(name)
     inner = build(name, params, options)
     groups, state, defaults = inner.param_groups, inner.state, inner.defaults
+    before, saved = dict(defaults), deepcopy(inner.state_dict())
     wrapper = ClippedOptimizer(inner, LIMIT)
+    assert defaults == before
+    assert_same_state(inner.state_dict(), saved)
     train(name, wrapper, params)
     assert_shared(wrapper)
     assert wrapper.param_groups is groups
@@ -54,15 +57,6 @@ def test_assignment_reaches_the_wrapped_optimizer(attribute):
     replacement = deepcopy(getattr(wrapper, attribute))
     setattr(wrapper, attribute, replacement)
     assert getattr(wrapper.optimizer, attribute) is replacement
-
-
-@ONE_OF_EACH
-def test_constructor_leaves_the_wrapped_optimizer_as_it_was(name, options):
-    inner = build(name, made(name), options)
-    defaults, saved = dict(inner.defaults), deepcopy(inner.state_dict())
-    ClippedOptimizer(inner, LIMIT)
-    assert inner.defaults == defaults
-    assert_same_state(inner.state_dict(), saved)
 
 
 @pytest.mark.parametrize("with_closure", [False, True], ids=["plain", "closure"])
@@ -162,13 +156,6 @@ def test_coefficient_is_the_least_of_all_dtypes(sizes):
     optimizer.step()
     assert float(optimizer.stats.last_norm) == 4
     assert float(optimizer.stats.last_coefficient) == 0.25
-
-
-@pytest.mark.parametrize("options", [{"closure": lambda: 7.0}, {}], ids=["by-name", "none"])
-def test_step_returns_the_loss_of_a_closure_alone(options):
-    weight, wrapper = one_weight()
-    assert wrapper.step(**options) == (7.0 if options else None)
-    assert weight.tolist() == [-1.5, -2.0]
 
 
 @ONE_OF_EACH

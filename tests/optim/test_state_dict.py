@@ -19,7 +19,6 @@ from helpers.optimizers import (
     COPIED,
     EVERY,
     LIMIT,
-    ONE_OF_EACH,
     OPTIONS,
     assert_same,
     assert_same_state,
@@ -67,16 +66,6 @@ def test_state_dict_goes_on_identically(name, options, way):
     for optimizer, params in ((source, ours), (target, theirs)):
         train(name, optimizer, params)
     assert_same(target, theirs, source, ours)
-
-
-@ONE_OF_EACH
-def test_state_dict_is_the_bare_one_and_statistics(name, options):
-    params = made(name)
-    wrapper = ClippedOptimizer(build(name, params, options), LIMIT)
-    train(name, wrapper, params)
-    ours, theirs = wrapper.state_dict(), wrapper.optimizer.state_dict()
-    assert set(ours) - set(theirs) == {"tritonclip"}
-    assert_same_state(ours, theirs)
 
 
 @pytest.mark.parametrize("clip", [0.5, ClipByNorm(0.5), None], ids=["number", "rule", "None"])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-import tritonclip
 from helpers.cases import NoHostRead, copies
 from helpers.units import assert_clipped, expected
 from tritonclip import ClipByUnitNorm, ClippedOptimizer
@@ -72,28 +71,6 @@ def test_parameter_groups_may_have_rules_by_unit():
     assert torch.equal(after[2], before[2])
     assert optimizer.stats.group_coefficients[0] < 1
     assert optimizer.stats.last_coefficient == 1
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, tritonclip.GradScaler])
-def test_scaler_unscales_before_the_comparison_also_what_is_not_clipped(kind):
-    plain, scaled = make_model(), make_model()
-    for model, scaler in ((plain, None), (scaled, kind("cpu", init_scale=1024.0))):
-        groups: list[dict[str, Any]] = [
-            {"params": model[:2].parameters()},
-            {"params": model[2].parameters(), "clip": None},
-        ]
-        optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), ClipByUnitNorm(0.01))
-        for _ in range(3):
-            optimizer.zero_grad()
-            if scaler is None:
-                loss_of(model).backward()
-                optimizer.step()
-            else:
-                scaler.scale(loss_of(model)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_step_waits_for_no_device(backend):

@@ -15,6 +15,7 @@ from helpers.cases import (
     INTERPRETED,
     NoHostRead,
     assert_bits,
+    copies,
     grad_of,
     no_sync,
     normal,
@@ -43,78 +44,48 @@ RELATIVE = 1e-12
 # As many take the interpreter up to 20 s, 80 of them 3 s.
 STEPS = 80 if INTERPRETED else 400
 SLOW = [pytest.mark.exhaustive] * INTERPRETED
-GLOBAL = [
-    pytest.param(ClipByQuantile(0.9, 50), histories.quantile, (0.9, 50), id="quantile"),
-    pytest.param(
-        ClipByZScore(2.0, 0.9, 10, 1.0), histories.zscore, (2.0, 0.9, 10, 1.0), id="zscore-bounded"
+HISTORY = (1.05, 0.98, 30, 1.0)
+# Rule, reference, their numbers, and whether norms are also NaN, inf and 0.
+FOLLOWING: list[Any] = [
+    pytest.param(ClipByQuantile, histories.quantile, (0.9, 50), True, id="quantile"),
+    pytest.param(ClipByQuantile, histories.quantile, (0.5, 7, 0.8), True, id="median", marks=SLOW),
+    pytest.param(ClipByZScore, histories.zscore, (2.0, 0.9, 10, 1.0), True, id="zscore-bounded"),
+    pytest.param(ClipByZScore, histories.zscore, (2.5, 0.97, 25), True, id="zscore", marks=SLOW),
+    *(
+        pytest.param(ClipByOwnHistory, histories.own_history, HISTORY, bad, id=name, marks=marks)
+        for name, bad, marks in (("own-history", True, []), ("own-history-finite", False, SLOW))
+    ),
+    *(
+        pytest.param(ClipByOwnQuantile, histories.own_quantile, numbers, True, id=name, marks=SLOW)
+        for name, numbers in (("own-quantile", (0.9, 50)), ("own-quantile-low", (0.05, 8, 0.7)))
     ),
 ]
-if not INTERPRETED:
-    GLOBAL += [
-        pytest.param(ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median"),
-        pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore"),
-    ]
 
 
-@pytest.mark.parametrize(("rule", "make", "numbers"), GLOBAL)
-def test_clip_follows_the_reference_over_400_steps(device, rule, make, numbers):
-    reference, state, seen = make(*numbers), ClipState(), 0
-    for norm in histories.norms()[:STEPS]:
-        (weight,) = same_parameters([of_norm(norm).to(device)])
-        before = grad_of(weight).clone()
-        found = tritonclip.clip_(weight, rule, state=state)
-        limit = reference(norm)
-        if not math.isfinite(norm):
-            assert not torch.isfinite(found)
-        elif norm > limit * (1 + RELATIVE):
-            assert float(grad_of(weight).norm()) == pytest.approx(limit, rel=RELATIVE)
-            seen += 1
-        elif norm < limit * (1 - RELATIVE):
-            assert torch.equal(grad_of(weight), before)
-    assert seen > (1 if INTERPRETED else 10)
-
-
-def is_clipped(weight: Tensor, norm: float, limit: float) -> bool:
-    """Whether a gradient of this norm became clearly smaller; it is checked."""
-    if not math.isfinite(norm) or not math.isfinite(limit):
-        return False
-    after = float(grad_of(weight).norm())
-    assert after == pytest.approx(min(norm, limit), rel=RELATIVE)
-    return after < 0.99 * norm
-
-
-@pytest.mark.parametrize("bad", [True, pytest.param(False, marks=SLOW)], ids=["bad", "finite"])
-def test_clip_by_own_history_follows_the_reference_over_400_steps(device, bad):
-    rule, state = ClipByOwnHistory(warmup=30), ClipState()
-    reference = histories.own_history(1.05, 0.98, 30, 1.0)
-    series = [histories.norms(seed=seed, bad=bad) for seed in (1, 2, 3)]
-    # A gradient that is 0 throughout the warm-up must not stay 0 for ever.
-    series[2][:40] = [0.0] * 40
-    seen = 0
-    for norms in list(zip(*series, strict=True))[:STEPS]:
-        weights = same_parameters([of_norm(norm).to(device) for norm in norms])
-        tritonclip.clip_(weights, rule, state=state)
-        seen += sum(map(is_clipped, weights, norms, reference(norms)))
-    assert seen > STEPS // 4
-
-
-@pytest.mark.covering(0 if INTERPRETED else 2)
-@pytest.mark.parametrize(("q", "window", "max_norm"), [(0.9, 50, math.inf), (0.05, 8, 0.7)])
-def test_clip_by_own_quantile_follows_the_reference_over_400_steps(device, q, window, max_norm):
-    """Each gradient by itself, with steps at which the second has none."""
-    rule, state = ClipByOwnQuantile(q, window, max_norm), ClipState()
-    references = [histories.quantile(q, window, max_norm) for _ in range(3)]
-    series = [histories.norms(seed=seed) for seed in (1, 2, 3)]
-    seen = 0
-    for step, norms in enumerate(list(zip(*series, strict=True))[:STEPS]):
-        weights = same_parameters([of_norm(norm).to(device) for norm in norms])
-        if step % 7 == 3:
+@pytest.mark.parametrize(("kind", "make", "numbers", "bad"), FOLLOWING)
+def test_clip_follows_the_reference_over_400_steps(device, kind, make, numbers, bad):
+    """One gradient, or three with a limit each, the second of which some steps do not have."""
+    rule, reference, state, seen = kind(*numbers), make(*numbers), ClipState(), 0
+    series = [histories.norms(seed=n, bad=bad) for n in ((1, 2, 3) if rule.per_gradient else (0,))]
+    # A gradient that is 0 throughout a warm-up must not stay 0 for ever.
+    series[-1][:40] = series[-1][:40] if len(series) == 1 else [0.0] * 40
+    for step, row in enumerate(list(zip(*series, strict=True))[:STEPS]):
+        weights = same_parameters([of_norm(norm).to(device) for norm in row])
+        if len(row) == 3 and step % 7 == 3:
             weights[1].grad = None
-        tritonclip.clip_(weights, rule, state=state)
-        for weight, norm, reference in zip(weights, norms, references, strict=True):
-            if weight.grad is not None:
-                seen += is_clipped(weight, norm, reference(norm))
-    assert seen > STEPS // 8
+        places = [i for i, weight in enumerate(weights) if weight.grad is not None]
+        norms, before = [row[i] for i in places], copies(grad_of(weights[i]) for i in places)
+        found = tritonclip.clip_(weights, rule, state=state)
+        assert found.reshape(-1).isfinite().tolist() == [*map(math.isfinite, norms)]
+        limits = reference(norms, places) if rule.per_gradient else [reference(*norms)]
+        for i, norm, limit, grad in zip(places, norms, limits, before, strict=True):
+            after = grad_of(weights[i]).cpu()
+            if math.isfinite(norm) and norm < limit * (1 - RELATIVE):
+                assert torch.equal(after, grad)
+            elif math.isfinite(norm) and math.isfinite(limit):
+                assert float(after.norm()) == pytest.approx(limit, rel=RELATIVE)
+                seen += norm > limit * (1 + RELATIVE)
+    assert seen >= STEPS // 40
 
 
 @pytest.mark.parametrize("percentile", [5, 50, 95])
