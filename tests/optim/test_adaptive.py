@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from helpers.cases import assert_bits, copies
 from helpers.training import closure_of, sgd, step_on, wrapped
 from tritonclip import (
     ClipByGlobalNorm,
+    ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
     ClipByRMS,
+    ClipByUnitNorm,
+    ClipByValue,
     ClipByZScore,
     ClippedOptimizer,
     Outlier,
@@ -152,6 +156,27 @@ def test_a_schedule_counts_the_steps_under_every_rule():
     other.load_state_dict(saved)
     steps(other, twins, range(1))
     assert seen == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ClipByGlobalNorm,
+        ClipByNorm,
+        ClipByRMS,
+        ClipByUnitNorm,
+        ClipByValue,
+        partial(ClipByValue, -1),
+    ],
+)
+def test_a_schedule_is_that_of_the_step_under_every_rule(kind):
+    params, optimizer = wrapped(sgd, kind(lambda step: 0.01 / (1 + step)))
+    twins, other = wrapped(sgd, 1.0)
+    for step in range(3):
+        other.clip = kind(0.01 / (1 + step))
+        for one, tensors in ((optimizer, params), (other, twins)):
+            steps(one, tensors, range(step, step + 1))
+    assert_bits(params, twins)
 
 
 def test_a_rule_may_hold_a_function_that_is_no_schedule():

@@ -179,8 +179,8 @@ class Step:
             return
         # Fast path: nothing refuses the only clip group, and its rule's norm is enough.
         (group,) = groups
-        # A limit that is a float is fixed, and saves asking `fixed`.
-        if type(rule.known_limit) is not float and not rule.fixed:
+        # A limit that is a float is fixed, and saves asking `fixed`; bounds may be functions.
+        if (rule.clamps or type(rule.known_limit) is not float) and not rule.fixed:
             rule, self.follows = self.states.bind(group), True
         if record is not None:
             record.check(groups)
