@@ -277,6 +277,8 @@ def test_rule_refuses(kind, arguments, error, message):
 def test_a_schedule_that_gives_no_limit_is_refused():
     with pytest.raises(ValueError, match="max_norm must be 0 or more, got -1"):
         tritonclip.clip_([], ClipByGlobalNorm(lambda step: -1.0), state=ClipState())
+    with pytest.raises(TypeError, match="max must be a number, got None"):
+        tritonclip.clip_([], ClipByValue(lambda step: None), state=ClipState())  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("rule", [*ADAPTIVE, pytest.param(ClipByRMS(0.1), id="rms")])

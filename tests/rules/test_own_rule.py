@@ -3,6 +3,7 @@
 A limit may be a tensor: on any device, for all gradients or one for each.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -83,6 +84,26 @@ def test_a_mutable_rule_follows_norms(device, rule):
     assert float(grad_of(weight).norm()) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["all", "each"])
+def test_a_state_that_a_rule_writes_to_changes_with_the_step_alone(device, each):
+    """A norm that is NaN does not enter it, and a call that raises leaves it."""
+
+    def advance(self: Any, state: Tensor, norm: Tensor) -> Any:
+        state[..., 0] += norm
+        if bool((norm > 8).any()):
+            raise KeyError
+        return torch.full_like(norm, torch.inf), state
+
+    rule, state, weight = _advancing((1.0,), advance, each=each), ClipState(), three_four(device)
+    tritonclip.clip_(weight, rule, state=state)
+    before = state.state_dict()["values"]
+    for size, error in ((10.0, pytest.raises(KeyError)), (math.nan, contextlib.nullcontext())):
+        weight.grad = torch.tensor([size, 0.0], device=device)
+        with error:
+            tritonclip.clip_(weight, rule, state=state)
+        assert state.state_dict()["values"] == before == ([[6.0]] if each else [6.0])
+
+
 class HalfOfLimit(ClipByGlobalNorm):
     def limit(self, measured: Measured) -> Any:
         return 0.5 * self.max_norm  # type: ignore[operator]
@@ -153,6 +174,7 @@ WRONG = [
         r"or one element, got shape \(2,\); .* set per_gradient = True",
         id="too-many",
     ),
+    pytest.param(_advancing((), None), TypeError, r"such as \(0.0, 0.0\), got \(\)", id="empty"),
     pytest.param(_advancing(0.0, None), TypeError, r"such as \(0.0, 0.0\), got 0.0", id="start"),
     pytest.param(
         _advancing((0.0,), lambda self, state, norm: norm),
@@ -264,6 +286,21 @@ def test_a_wrong_limit_of_a_group_leaves_the_other_groups_as_they_were(device):
     optimizer.param_groups[1]["clip"] = 1.0
     # Nothing was divided: the same gradients serve.
     optimizer.step(grad_scale=8.0)
+
+
+def test_a_limit_on_meta_is_refused_before_another_group_is_written():
+    first, second = three_four(), three_four()
+    limit = torch.ones((), device="meta")
+    groups: list[dict[str, Any]] = [
+        {"params": [first]},
+        {"params": [second], "clip": _limiting(limit)},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=1.0), 1.0)
+    with pytest.raises(TypeError, match=r"limit of Own must have a value, got a tensor on meta"):
+        optimizer.step()
+    assert grad_of(first).tolist() == [3.0, 4.0]
+    weight = parameter(torch.ones(2, device="meta"))
+    tritonclip.clip_(weight, _limiting(limit))
 
 
 def test_a_state_that_became_nan_raises(backend):

@@ -360,6 +360,8 @@ def _checked_limit(rule: Rule, limit: Any, norms: Norms) -> Limit:
         limit = local_number(name, limit)
     if limit.is_complex() or limit.dtype == torch.bool:
         raise TypeError(f"{name} must be a number, got a tensor of {limit.dtype}")
+    if limit.is_meta and norms.gradients.device.type != "meta":
+        raise TypeError(f"{name} must have a value, got a tensor on meta, which has none")
     if limit.numel() != 1 and not norms.per_gradient:
         raise ValueError(
             f"{name} must be a number or one element, got shape {tuple(limit.shape)}; for a limit "

@@ -17,6 +17,7 @@ from tritonclip.rules.arguments import (
     as_eps,
     as_limit_or_schedule,
     as_norm_type,
+    as_number,
     as_number_or_schedule,
     is_function,
 )
@@ -336,7 +337,7 @@ class _Negative:
     schedule: Schedule
 
     def __call__(self, step: int) -> float:
-        return -self.schedule(step)
+        return -as_number("max", self.schedule(step))
 
     def __repr__(self) -> str:
         return f"-{self.schedule!r}"

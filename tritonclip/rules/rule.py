@@ -320,8 +320,11 @@ def has_user_limit(rule: Rule) -> bool:
     """Whether a rule's limit is the user's code, which may raise on one process alone."""
     cls: Any = type(getattr(rule, "rule", rule))
     limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
-    module = str(getattr(limit, "__module__", ""))
-    return not (rule.clamps or module.startswith("tritonclip."))
+    return not rule.clamps and _is_users(limit)
+
+
+def _is_users(method: object) -> bool:
+    return not str(getattr(method, "__module__", "")).startswith("tritonclip.")
 
 
 def number_of(rule: Rule, name: str) -> float:
@@ -357,7 +360,8 @@ def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tenso
     Raises:
         TypeError: a user's `advance` returns other things than two tensors of these shapes.
     """
-    result = rule.advance(state, norm)
+    # Users may write to it, though the step may be left out.
+    result = rule.advance(state.clone() if _is_users(type(rule).advance) else state, norm)
     expected = [norm.shape, state.shape]
     if isinstance(result, tuple) and [getattr(item, "shape", None) for item in result] == expected:
         limit, after = result
@@ -378,7 +382,7 @@ def kind_of(rule: Any) -> str:
     if not isinstance(rule, Adaptive):
         return ""
     start = rule.start()
-    if not isinstance(start, Sequence):
+    if not (isinstance(start, Sequence) and start):
         raise TypeError(
             f"{type(rule).__name__}.start must return the numbers of its state, such as "
             f"(0.0, 0.0), got {start!r:.80} of type {type(start).__name__}"
