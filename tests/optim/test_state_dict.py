@@ -277,7 +277,17 @@ def test_damaged_bytes_in_a_group_are_refused(damaged):
         target.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("state", [None, [], {}, {"param_groups": 3}, {"param_groups": [3]}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {},
+        {"state": {}, "param_groups": 3},
+        {"state": {}, "param_groups": [3]},
+        {"param_groups": []},
+    ],
+)
 def test_what_is_no_checkpoint_is_refused(state):
     with pytest.raises(ValueError, match=r"expected the result of state_dict\(\)"):
         one_weight()[1].load_state_dict(state)

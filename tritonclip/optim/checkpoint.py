@@ -226,11 +226,12 @@ def with_names(
 
 def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Splits a checkpoint into the wrapped optimizer's and the wrapper's part, {} without one."""
-    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    if not (isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
+    given = state_dict if isinstance(state_dict, dict) else {}
+    groups, has_state = given.get("param_groups"), isinstance(given.get("state"), dict)
+    if not (has_state and isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
         raise ValueError(
-            "expected the result of state_dict() of a ClippedOptimizer or of the wrapped one: a "
-            f"dict with param_groups, a list of dicts, got {state_dict!r:.80}"
+            "expected the result of state_dict() of a ClippedOptimizer or of the wrapped one: "
+            f"state, a dict, and param_groups, a list of dicts, got {state_dict!r:.80}"
         )
     found = [group[STATS_KEY] for group in groups if group.get(STATS_KEY) is not None]
     groups = [{k: v for k, v in group.items() if k != STATS_KEY} for group in groups]
