@@ -16,7 +16,7 @@ from torch import Tensor
 import tritonclip
 from helpers.cases import parameter, parameters
 from helpers.serving import forget_plans
-from tritonclip import ClipByQuantile, ClippedOptimizer, clip_
+from tritonclip import ClippedOptimizer, clip_
 from tritonclip.backends import choose
 from tritonclip.rules import known_rule
 
@@ -157,7 +157,6 @@ VALUES: list[tuple[Callable[[], object], str]] = [
         lambda: on_one(clip_, [("bias", torch.nn.Parameter(torch.ones(2)))]),
         "parameters come first: clip_(parameters, 1.0)",
     ),
-    (lambda: ClipByQuantile(99), "must lie between 0 and 1, got 99.0; write 0.99 for 99%"),
 ]
 
 

@@ -576,7 +576,8 @@ RULES: list[Refused] = [
     (ValueError, "Own: eps must be 0 or more, got nan", *of_own("eps", NAN)),
     (TypeError, "Own: eps must be a number, got None", *of_own("eps", None)),
     (TypeError, "Own: norm_type must be a number, got '2'", *of_own("norm_type", "2")),
-    (ValueError, "Own: norm_type must be from 1 to inf, got -1.0", *of_own("norm_type", -1.0)),
+    (ValueError, "Own: norm_type must be from 1 to inf, got 0.5", *of_own("norm_type", 0.5)),
+    (ValueError, "norm_type must be from 1 to inf, got 0.5", *by_norms("norm_type", [0.5])),
     (
         ValueError,
         "limit of Own must be 0 or more, got -1.0",

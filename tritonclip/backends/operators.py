@@ -201,7 +201,7 @@ def multiply_(tensors: list[Tensor], factor: Tensor, erase: Tensor | None) -> No
                 tensor.masked_fill_(erase, 0.0)
         return
     for piece in _writable_pieces(tensors):
-        wide = piece.to(factor.dtype, copy=True).mul_(factor)
+        wide = piece.to(factor.dtype).mul_(factor)
         piece.copy_(wide if erase is None else wide.masked_fill_(erase, 0.0))
 
 
@@ -321,5 +321,5 @@ def multiply_units_(grad: Tensor, factors: Tensor, erase: Tensor | None) -> None
         return
     n = PIECE // length
     for piece, part in zip(rows.split(n), column.split(n), strict=True):
-        values = piece.to(factors.dtype, copy=True).mul_(part)
+        values = piece.to(factors.dtype).mul_(part)
         piece.copy_(values if erase is None else values.masked_fill_(erase, 0.0))

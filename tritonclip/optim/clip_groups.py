@@ -173,12 +173,9 @@ class ClipGroup:
             return Clipped(norm, by_group[0][1], limit)
         if not by_group:
             return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-        largest = norm.max()
-        if len(by_group) == 1 and not isinstance(by_group[0][1], Tensor):
-            return Clipped(largest, by_group[0][1], limit)
         least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
         coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
-        return Clipped(largest, coefficient, limit)
+        return Clipped(norm.max(), coefficient, limit)
 
 
 class Grouping:

@@ -159,13 +159,13 @@ class Step:
     grad_scale: Tensor | float
     is_scaled: bool
     check_finite: bool
-    follows: bool = field(default=False, init=False)
-    limited: Sequence[ClipGroup] = field(default=(), init=False)
-    judged: Judged = field(default=(), init=False)
-    verdict: Verdict = field(default=TAKEN, init=False)
-    is_judged: bool = field(default=False, init=False)
-    is_counted: bool = field(default=True, init=False)
-    outcomes: Outcomes = field(default_factory=dict, init=False)
+    follows: bool = False
+    limited: Sequence[ClipGroup] = ()
+    judged: Judged = ()
+    verdict: Verdict = TAKEN
+    is_judged: bool = False
+    is_counted: bool = True
+    outcomes: Outcomes = field(default_factory=dict)
 
     def measure(self, refusal: Exception | None, *, overflow: Flag | None) -> None:
         """Measures all norms of the step. If it is refused, other processes get the error.
