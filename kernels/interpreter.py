@@ -1,7 +1,7 @@
 """Corrects Triton's interpreter, where it differs from a device, while our kernels run.
 
-Only imported under TRITON_INTERPRET=1, where kernels run on CPU tensors, one program after another,
-in NumPy.
+It is imported only under TRITON_INTERPRET=1, where kernels run on CPU tensors in NumPy, one program
+after another.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def _cast_to_nearest(builder: Any, source: Any, dtype: Any) -> Any:
 
 @contextmanager
 def as_device() -> Iterator[None]:
-    """Rounds as a device rounds, and computes inf and NaN in silence."""
+    """Makes the interpreter round as devices do, and compute inf and NaN without warnings."""
     InterpreterBuilder.cast_impl = _cast_to_nearest
     try:
         with np.errstate(all="ignore"):

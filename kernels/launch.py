@@ -4,10 +4,10 @@ Triton's JIT derives at every call how a kernel is specialised to its arguments.
 specialised to types alone: no argument's alignment or value counts. So a kernel is compiled once
 for its types and constants, and the launcher that Triton made for it is called from then on.
 
-A known launch on CUDA derives nothing: `Launches` keep it as a `Start`, one call of the driver
-through `native/kernel.h`, which takes a stream and addresses as integers. It hands over what
-Triton's launcher would. Where a kernel needs anything else, such as memory for scratch, where parts
-of Triton are not those known here, or where there is no extension, Triton's launcher is called.
+A known launch on CUDA derives nothing: `Launches` keeps it as a `Start`, one call of the driver
+through `native/kernel.h`, which takes a stream and addresses as integers. It passes what Triton's
+launcher would pass. Triton's launcher is called if a kernel needs anything else, such as scratch
+memory, if parts of Triton are not those known here, or if there is no extension.
 """
 
 import ctypes
@@ -36,32 +36,32 @@ TL_DTYPES = {
 }
 _RUNTIME = triton.knobs.runtime
 INTERPRETED = bool(_RUNTIME.interpret)
-# How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its
-# default depends on the version of Triton.
+# The options of every kernel. Contraction to fused multiply-add is explicit, because its default
+# depends on the version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
-# ROCm: a program's 8 waves of 64 threads lie on 4 SIMDs, and 4 waves leave each other 128
-# registers. With 3 programs some kernels spill, and with no limit one of them takes 142.
+# On ROCm, 2 programs of 8 waves of 64 threads put 4 waves on each of 4 SIMDs, which leaves a thread
+# 128 registers. With 3 programs some kernels spill, and without a limit one of them takes 142.
 HIP_PROGRAMS = 2
 HIP_OPTIONS = {"waves_per_eu": HIP_PROGRAMS * WARPS // 4}
-# Pointers to memory of one dtype in every launch: a compiled kernel is known without them.
+# These pointers have the same dtype in every launch, so keys of compiled kernels leave them out.
 TABLES = {
     *("pointers_ptr", "sizes_ptr", "first_chunks_ptr", "tensor_of_chunk_ptr"),
     *("addresses_ptr", "forms_ptr", "pieces_ptr"),
 }
-# One wave of the interpreter, which runs programs one after another: more than one, so that
-# partials are really combined.
+# The programs of a wave in the interpreter, which runs them one after another. There are several,
+# so that partials are really combined.
 INTERPRETED_WAVE = 3
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit` for kernels: specialised to types and constants, never to values.
 
-    Every integer parameter names its type: else its size would depend on its value.
+    Every integer parameter has to name its type, or its size would depend on its value.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [p.name for p in parameters if p.annotation is not tl.constexpr]
     kernel: Any = triton.jit(function, do_not_specialize=runtime)
-    # Places of the arguments whose dtypes vary.
+    # The positions of the arguments whose dtypes vary.
     kernel.typed = [
         i for i, name in enumerate(runtime) if name.endswith("_ptr") and name not in TABLES
     ]
@@ -69,13 +69,13 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def options_of(occupancy: Occupancy) -> dict[str, Any]:
-    """How a kernel is compiled for an occupancy."""
+    """The options with which a kernel is compiled for an occupancy."""
     registers = HIP_OPTIONS if torch.version.hip else {"maxnreg": occupancy.registers}
     return OPTIONS | registers
 
 
 def wave(device: torch.device, occupancy: Occupancy) -> int:
-    """Programs that are resident at once: a launch never starts more."""
+    """The number of programs that are resident at once; a launch never starts more."""
     if INTERPRETED:
         return INTERPRETED_WAVE
     programs = HIP_PROGRAMS if torch.version.hip else occupancy.programs
@@ -84,16 +84,16 @@ def wave(device: torch.device, occupancy: Occupancy) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; PyTorch looks that up anew every time."""
+    """The multiprocessors of a GPU; this is cached, because PyTorch looks them up every time."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Runs a kernel again: takes the current stream of the current device, then the arguments of
-# `launch`, but addresses may stand for tensors, and floats for their bits. Returns False where it
-# did not start.
+# Runs a kernel again. It takes the current stream of the current device, then the arguments of
+# `launch`, except that addresses may stand for tensors, and floats for their bits. It returns
+# whether the kernel started.
 Start = Callable[..., bool]
 _FLOAT, _INTEGER = Struct("<d"), Struct("<q")
-# The extension `tritonclip.backends._native`, once the backend has one.
+# The extension `tritonclip.backends._native`, once the backend has set it.
 native: Any = None
 
 
@@ -101,15 +101,15 @@ class Runner(NamedTuple):
     """A kernel compiled for types and constants on a device.
 
     Attributes:
-        run: launches it, given the size of the grid and the arguments.
-        compiled: by Triton, where it is launched by Triton's launcher.
+        run: launches the kernel, given the size of the grid and the arguments.
+        compiled: Triton's compiled kernel, if Triton's launcher is called directly.
     """
 
     run: Callable[[int, Sequence[Any]], Any]
     compiled: Any = None
 
     def start(self, programs: int, n_arguments: int) -> Start:
-        """Launches the kernel again as so many programs; never starts where only `run` may."""
+        """Returns the `Start` of a grid of `programs`; `refuse` if only `run` may launch it."""
         kinds = _kinds_of(self.compiled, n_arguments) if native is not None else None
         driver = _cu_launch_kernel() if kinds is not None else 0
         if not driver:
@@ -121,13 +121,13 @@ class Runner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Launches on a device that take the same arguments first, each known from the second time on.
+    """Launches on a device with the same first arguments; each is known from the second time on.
 
     Attributes:
-        device: of all tensors.
-        arguments: the first ones of each kernel, such as tables.
-        addresses: of these.
-        starts: known launches, by what tells them apart; also of other arguments.
+        device: the device of all tensors.
+        arguments: the first arguments of each kernel, such as tables.
+        addresses: the addresses of these arguments.
+        starts: the known launches by key, which serve other first arguments as well.
     """
 
     device: torch.device
@@ -136,12 +136,12 @@ class Launches:
     starts: dict[Hashable, Start] = field(default_factory=dict)
 
     def starts_again(self, key: Hashable, *arguments: Any) -> bool:
-        """Launches what was launched under this key before, if it is known.
+        """Repeats the launch of a key if it is known; returns whether it started.
 
         Args:
             key: stands for the kernel, the size of the grid, constants, and the dtypes and absence
                 of arguments.
-            *arguments: the others: tensors, addresses, other integers, floats, None.
+            *arguments: the arguments after the first: tensors, addresses, numbers or None.
         """
         start = self.starts.get(key)
         stream = None if start is None else direct_stream(self.device)
@@ -158,7 +158,7 @@ class Launches:
         arguments: Sequence[Any],
         **constants: Any,
     ) -> None:
-        """Launches a kernel, as `launch` does, and knows it from then on by the key."""
+        """Launches a kernel as the function `launch` does, and remembers it under the key."""
         bits = [_INTEGER.unpack(_FLOAT.pack(a))[0] if type(a) is float else a for a in arguments]
         every = (*self.arguments, *bits)
         runner = launch(kernel, self.device, programs, occupancy, every, **constants)
@@ -178,14 +178,14 @@ def launch(
 
     Args:
         kernel: decorated by `jit`.
-        device: of the tensors among the arguments.
-        programs: size of the grid.
-        occupancy: that the kernel is compiled for.
+        device: the device of the tensors among the arguments.
+        programs: the size of the grid.
+        occupancy: the occupancy for which the kernel is compiled.
         arguments: tensors, integers and None, in the order of the kernel's signature.
-        **constants: its constexpr parameters, all of them.
+        **constants: all constexpr parameters of the kernel.
 
     Returns:
-        What ran; None for the interpreter.
+        The runner of the kernel; None in the interpreter.
     """
     if INTERPRETED:
         from tritonclip.kernels.interpreter import as_device
@@ -193,12 +193,12 @@ def launch(
         with as_device():
             kernel[(programs,)](*arguments, **constants, **OPTIONS)
         return None
-    # A third less time than for all arguments.
+    # This takes a third less time than the types of all arguments.
     types = [None if (x := arguments[i]) is None else x.dtype for i in kernel.typed]
     key = (kernel.fn, device, *types, *constants.values())
     runner = _runners.get(key)
     if runner is None:
-        # What is compiled is loaded for the current device.
+        # Triton loads a compiled kernel for the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             runner = _runner(kernel, device, programs, occupancy, arguments, constants)
         _runners[key] = runner
@@ -211,7 +211,7 @@ def launch(
     return runner
 
 
-# By kernel, device, dtypes and constants; some dozens at most in a process.
+# The runners by kernel, device, dtypes and constants; a process has some dozens at most.
 _runners: dict[tuple[Any, ...], Runner] = {}
 
 
@@ -223,10 +223,10 @@ def _runner(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> Runner:
-    """The kernel compiled for such arguments; launched through the JIT where it has to be."""
+    """Compiles a kernel for such arguments; the JIT launches it if nothing else can."""
     options = options_of(occupancy)
     compiled = kernel.warmup(*arguments, grid=(programs,), **constants, **options)
-    # A future, where compilation is asynchronous.
+    # Asynchronous compilation returns a future.
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     if not hasattr(type(compiled), "__getitem__"):
         return Runner(
@@ -242,7 +242,7 @@ def _runner(
         if is_hooked():
             compiled[programs, 1, 1](*arguments, *rest)
             return
-        # No metadata for hooks, and no hooks.
+        # The three None are the metadata for hooks, and the two hooks.
         start(
             programs, 1, 1, current_stream(index), function, metadata, None, None, None,
             *arguments, *rest,
@@ -256,19 +256,19 @@ def refuse(stream: int, *arguments: Any) -> bool:
     return False
 
 
-# What a driver's launch without attributes cannot do.
+# With other values, the driver could not launch a kernel without attributes.
 _PLAIN = {"num_ctas": 1, "launch_pdl": False, "launch_cooperative_grid": False}
-# Memory behind the last parameters, as far as an installed Triton has it.
+# The sizes of scratch memory, whose pointers come after the other parameters, in new Tritons.
 _SCRATCH = "global_scratch_size", "profile_scratch_size"
-# By the type in a signature, the kind for `native.kernel` and the bits of the parameter.
+# The kind for `native.kernel` and the bits of a parameter, by its type in a signature.
 _KINDS = {"i32": (b"i", "32"), "i64": (b"l", "64"), "constexpr": (b"-", "")}
 
 
 def _kinds_of(compiled: Any, n_arguments: int) -> bytes | None:
-    """The kinds of a kernel's arguments for `native.kernel`; None where only Triton may launch it.
+    """The kinds of a kernel's arguments for `native.kernel`; None if only Triton may launch it.
 
-    They are read from Triton's signature and compared with those that the PTX declares, so that a
-    Triton with other conventions is noticed.
+    They are read from Triton's signature and compared with the parameters that the PTX declares, so
+    that a Triton with other conventions is noticed.
     """
     try:
         metadata, source = compiled.metadata, compiled.src
@@ -282,7 +282,7 @@ def _kinds_of(compiled: Any, n_arguments: int) -> bytes | None:
         parameters = re.findall(r"\.param \.[a-z](\d+)", declared[1])
     except (AttributeError, KeyError, TypeError):
         return None
-    # A constant is no parameter, None neither. Pointers to scratch memory come last.
+    # Constants and None are no parameters. Pointers to scratch memory come last.
     expected = [bits for _, bits in known if bits] + ["64"] * len(scratch)
     if (
         not plain
@@ -297,7 +297,7 @@ def _kinds_of(compiled: Any, n_arguments: int) -> bytes | None:
 
 @cache
 def _cu_launch_kernel() -> int:
-    """The address of the driver's function; 0 where this process has not loaded the driver."""
+    """The address of the driver's function; 0 if this process has not loaded the driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         return ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0
@@ -313,19 +313,19 @@ def is_hooked() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream of a GPU that is current; in less time than PyTorch's object of it."""
+    """The current stream of a GPU, in less time than PyTorch's object for it takes."""
     stream: int = driver.active.get_current_stream(device.index)
     return stream
 
 
 def direct_stream(device: torch.device) -> int | None:
-    """The current stream, if a known launch may start on it; None where only `launch` may launch.
+    """The current stream, if a known launch may start on it; None if only `launch` may launch.
 
-    Known launches start on the current device, and no hook is told of them.
+    Known launches start on the current device, and call no hooks.
     """
     if is_hooked():
         return None
-    # Of a CPU; its type as a string takes ten times as long.
+    # A CPU has no index. Comparing the type, which is a string, takes ten times as long.
     if device.index is None:
         return 0
     return current_stream(device) if device.index == torch.cuda.current_device() else None

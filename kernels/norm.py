@@ -1,15 +1,13 @@
 """Norm: one launch measures a group of gradients, whatever their number.
 
-**Right.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients) and added up
-in float64. A chunk whose sum is not finite, or so small that squares may have underflowed, is
-measured again in float64, scaled by its largest magnitude, while it is still in cache; every chunk
-of a norm type other than 1, 2 and inf is measured so at once.
+**Accurate.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients), which
+are added up in float64. If the sum is not finite, or so small that squares may have underflowed,
+the chunk is measured again in float64, scaled by its largest magnitude, while it is still in cache.
+Norm types other than 1, 2 and inf are measured in this way from the start.
 
-**Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every
-partial has its own place.
-
-A partial is itself a norm (of the elements of one program, or of one chunk), in float64: the norm
-of the partials is the norm.
+**Deterministic.** Sizes alone determine the chunks, each program owns a fixed set of them, and
+every partial has a fixed place. A partial is itself a norm in float64, of the elements of one
+program or of one chunk, so the norm of the partials is the norm of all elements.
 """
 
 from functools import cache
@@ -29,14 +27,14 @@ from tritonclip.kernels.access import (
 )
 from tritonclip.kernels.scalars import INF
 
-# Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where
-# denormals are flushed) each, 16,384 of them less than 2^-112: under 2^-52 of a sum of 2^-60.
-# float64 likewise, with room to spare.
+# Sums below these are measured again. Each element lost to underflow adds less than 2^-149 (2^-126
+# where denormals are flushed), and 16,384 of them add less than 2^-112, which is under 2^-52 of a
+# sum of 2^-60. The limits of float64 leave room to spare.
 TRUSTED_FLOAT32 = tl.constexpr(2.0**-60)
 TRUSTED_FLOAT64 = tl.constexpr(2.0**-900)
 LARGEST_FLOAT64 = tl.constexpr(2.0**900)
-# Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few
-# registers.
+# The elements read at a time in the rare float64 path, and the partials in `combine`: few, to need
+# few registers.
 SLOW_BLOCK = tl.constexpr(512)
 
 
@@ -66,7 +64,7 @@ def _root(total, P: tl.constexpr):
 
 @triton.jit
 def _zero_lanes(BLOCK: tl.constexpr, LANE: tl.constexpr, P: tl.constexpr):
-    """Accumulators that hold nothing yet: LANE[BLOCK], or keys of as many bits."""
+    """Empty accumulators: LANE[BLOCK], or keys with as many bits."""
     lanes = tl.zeros([BLOCK], LANE)
     if P == INF:
         lanes = magnitude_key(lanes)
@@ -75,7 +73,7 @@ def _zero_lanes(BLOCK: tl.constexpr, LANE: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _add(lanes, x, P: tl.constexpr):
-    """Accumulators after the elements x, of the lanes' width."""
+    """Adds elements x, of the lanes' width, to the accumulators."""
     if P == 1.0:
         lanes += tl.abs(x)
     elif P == 2.0:
@@ -91,7 +89,7 @@ def _total(lanes, P: tl.constexpr):
     if P == INF:
         total = key_magnitude(tl.max(lanes, axis=0))
     elif P == 1.0:
-        # No root halves the error of this sum: 4096 lanes added up in float32 may take all of 1e-6.
+        # No root halves the error here, and adding 4096 lanes in float32 may use up all of 1e-6.
         total = tl.sum(lanes.to(tl.float64), axis=0)
     else:
         total = tl.sum(lanes, axis=0).to(tl.float64)
@@ -110,7 +108,7 @@ def _join(a, b, P: tl.constexpr):
 
 @triton.jit
 def _masked_total(x_ptr, n, LANE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Total of x_ptr[0:n]."""
+    """The total of x_ptr[0:n]."""
     offsets = tl.arange(0, BLOCK)
     lanes = _zero_lanes(BLOCK, LANE, P)
     for start in range(0, n, BLOCK):
@@ -123,7 +121,7 @@ def _masked_total(x_ptr, n, LANE: tl.constexpr, P: tl.constexpr, BLOCK: tl.const
 def _full_total(
     x_ptr, LANE: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Total of a whole chunk: no mask, so that the loads of several tiles are in flight at once."""
+    """The total of a whole chunk, without masks, so that loads of several tiles are in flight."""
     offsets = tl.arange(0, BLOCK)
     lanes = _zero_lanes(BLOCK, LANE, P)
     for tile in range(0, CHUNK, BLOCK):
@@ -142,7 +140,7 @@ def _chunk_total(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Total of one chunk, by the widest accesses that its address and length allow."""
+    """The total of one chunk, by the widest accesses that its address and length allow."""
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     if is_aligned(address):
         x_ptr = aligned_pointer(address, start, DTYPE)
@@ -162,7 +160,7 @@ def _chunk_total(
 def _is_doubtful(total, DTYPE: tl.constexpr):
     """Whether a sum of powers of DTYPE may have lost elements to underflow, or is not finite."""
     trusted: tl.constexpr = TRUSTED_FLOAT64 if DTYPE == tl.float64 else TRUSTED_FLOAT32
-    # Sums of two trusted totals must not overflow either.
+    # The sum of two trusted totals must not overflow either.
     largest: tl.constexpr = LARGEST_FLOAT64 if DTYPE == tl.float64 else INF
     return (total < trusted) | (total >= largest) | (total != total)
 
@@ -171,8 +169,8 @@ def _is_doubtful(total, DTYPE: tl.constexpr):
 def _scaled_sum(x_ptr, n, P: tl.constexpr):
     """Returns (scale, total) in float64 with sum |x|^P = scale^P * total.
 
-    scale is the largest magnitude, whatever it is: total lies between 1 and n, and nothing
-    overflows. NaN goes into the total.
+    The scale is the largest magnitude, so the total lies between 1 and n (or is 0), and nothing
+    overflows. A NaN goes into the total.
     """
     largest = _masked_total(x_ptr, n, tl.float64, INF, SLOW_BLOCK)
     offsets = tl.arange(0, SLOW_BLOCK)
@@ -207,15 +205,15 @@ def chunk_norm(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk as (scale, total): norm = scale * total^(1/P); for P inf, total."""
+    """Measures a chunk as (scale, total): norm = scale * total^(1/P), or total if P is inf."""
     scale = tl.full([], 1.0, tl.float64)
     if P == 1.0 or P == 2.0:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
         if _is_doubtful(total, DTYPE):
             scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
             if DTYPE != tl.float64:
-                # Sums of squares of any float32 fit float64: only float64 needs the scale further
-                # on.
+                # The sums of squares of any float32 fit float64, so only float64 needs a scale from
+                # here on.
                 total *= _power(scale, P)
                 scale = tl.full([], 1.0, tl.float64)
     elif P == INF:
@@ -239,7 +237,7 @@ def norm_of(scale, total, P: tl.constexpr):
 def combine(norms_ptr, start, stop, P: tl.constexpr, BLOCK: tl.constexpr = SLOW_BLOCK):
     """The norm of norms_ptr[start:stop], float64, in fixed order.
 
-    A sum of powers that may have overflowed or underflowed is repeated, scaled by the largest norm.
+    If the sum of powers may have overflowed or underflowed, it is repeated, scaled by the largest.
     """
     n = stop - start
     if P == INF:
@@ -273,8 +271,8 @@ def norm_kernel(
     """One program measures the chunks program_id, program_id + grid, ...
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
-    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks],
-    one a chunk.
+    int32[n_chunks]; norms_ptr: float64[grid], one norm per program, or with EACH float64[n_chunks],
+    one per chunk.
     """
     pid = tl.program_id(0)
     UNSCALED: tl.constexpr = P == INF or (DTYPE != tl.float64 and (P == 1.0 or P == 2.0))
@@ -299,5 +297,5 @@ def norm_kernel(
 
 @cache
 def block_of(itemsize: int, norm_type: float) -> int:
-    """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
+    """Elements loaded at a time; a maximum of float32 would spill with as many as a sum has."""
     return 2048 if itemsize == 4 and norm_type == float("inf") else access.block_of(itemsize)

@@ -1,7 +1,7 @@
 """Numbers that a launch takes: float64 arguments, limits and loss scales, and the coefficient.
 
 A number travels as the bits of a float64, because launchers round floats to float32. A limit or a
-loss scale may also be a tensor on the device, which nothing on the host waits for.
+loss scale may also be a tensor on the device, for which the host does not wait.
 """
 
 import triton
@@ -18,7 +18,7 @@ def as_float64(bits):
 
 @triton.jit
 def load_number(number_ptr, number_bits, place):
-    """A number in float64: number_ptr[place] where there is a tensor, else the argument."""
+    """A number in float64: number_ptr[place] if there is a tensor, else the argument."""
     if number_ptr is not None:
         number = tl.load(number_ptr + place).to(tl.float64)
     else:
@@ -40,7 +40,7 @@ def divide(a, b):
 def coefficient_of(norm, max_norm, eps):
     """Returns min(1, max_norm / (norm + eps)) in the dtype of norm.
 
-    1 for nothing to clip and for an infinite limit; NaN stays.
+    It is 1 if norm + eps is 0, and for an infinite limit; NaN stays.
     """
     bound = norm + eps
     ratio = divide(max_norm, bound)

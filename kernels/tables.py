@@ -1,10 +1,10 @@
 """Virtual flattening: many gradients seen as one buffer, through tables on the device.
 
-One table holds pointers, another chunks, or, for clipping by unit, pieces: runs of whole rows, or
-parts of a row that is longer than a chunk. Chunks and pieces depend on shapes alone: they are laid
-out once, without a loop over them. The pointers are compared on every call and uploaded only where
-one moved. No table changes while a call or a graph has it, and later only by copies on the stream
-whose kernels read it: those that still run keep reading theirs.
+One table holds pointers. Another holds chunks or, for clipping by unit, pieces: runs of whole rows,
+or parts of a row that is longer than a chunk. Chunks and pieces depend on shapes alone, so they are
+laid out once, without a loop over them. The pointers are compared on every call and uploaded only
+if one moved. No table changes while a call or a graph holds it. Later it changes only by copies on
+the stream whose kernels read it, so that kernels that still run read the old table.
 """
 
 import weakref
@@ -28,16 +28,16 @@ from tritonclip.kernels.access import (
 )
 from tritonclip.kernels.launch import Launches, Start, wave
 
-# Streams whose tables are kept: a table made on one stream is not yet there for another.
+# The streams whose tables are kept. A table made on one stream is not yet there for another.
 STREAMS = 8
-# Tables kept on a stream. Gradients that each step makes anew take memory that the last ones left,
-# and are back at the same addresses after 1 to 7 steps in 15 of 16 training loops, by a simulation
-# of PyTorch's allocator: four models, whose loops keep loss and norm until the next step, or not.
+# The tables kept on a stream. Gradients that each step makes anew take memory that the last ones
+# left. In a simulation of PyTorch's allocator they are back at the same addresses after 1 to 7
+# steps, in 15 of 16 loops: of four models, with loss and norm kept until the next step or not.
 KEPT = 8
-# Most spare pinned blocks kept of a size, one for each eager upload.
+# The most spare pinned blocks of a size; each eager upload leaves one.
 SPARES = 16
 
-# Rows in a piece at most: those of a few elements are measured 64 at a time.
+# The most rows in a piece; rows of a few elements are measured 64 at a time.
 MOST_ROWS = 256
 
 
@@ -49,11 +49,11 @@ class ChunkTable(Launches):
     chunk, int32[n_chunks].
 
     Attributes:
-        dtype: of the gradients.
-        n_tensors: gradients, empty ones included.
-        n_chunks: chunks; an empty gradient has one, of length 0.
-        programs: that walk the chunks, one wave at most, by occupancy.
-        row: holds the memory of the addresses, where others may have it later.
+        dtype: the dtype of the gradients.
+        n_tensors: the number of gradients, including empty ones.
+        n_chunks: the number of chunks; an empty gradient has one, of length 0.
+        programs: the programs that walk the chunks, at most one wave, by occupancy.
+        row: holds the memory of the addresses, if other tables may get it later.
     """
 
     dtype: torch.dtype
@@ -73,13 +73,13 @@ class UnitTable(Launches):
     row.
 
     Attributes:
-        dtypes: of the gradients, and of the weights.
-        n_tensors: gradients.
-        n_pieces: pieces; one of no elements for a gradient without any.
-        n_norms: partial norms: one a row, or one a chunk of a row.
-        n_units: rows.
+        dtypes: the dtypes of the gradients and of the weights.
+        n_tensors: the number of gradients.
+        n_pieces: the number of pieces; a gradient without elements has one without elements.
+        n_norms: the number of partial norms: one per row, or per chunk of a longer row.
+        n_units: the number of rows.
         wave: the most programs that walk the pieces.
-        row: as of `ChunkTable`.
+        row: as in `ChunkTable`.
     """
 
     dtypes: Sequence[torch.dtype]
@@ -92,23 +92,23 @@ class UnitTable(Launches):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gradients."""
+        """The dtype of the gradients."""
         return self.dtypes[0]
 
 
 class _Row:
-    """Holds memory of addresses, for a table and whoever has it."""
+    """Holds memory of addresses as long as a table or a graph holds the row."""
 
     __slots__ = "__weakref__", "memory"
     memory: "_Memory"
 
 
 class _Memory(weakref.ref[_Row]):
-    """Memory of addresses: spare again, for the same stream, when its row is gone.
+    """Memory of addresses, which is spare for the same stream again when its row is gone.
 
-    It is not given back to PyTorch, unless its row dies in a reference cycle: a gradient that took
-    it would move, and with it others, and all would be uploaded again in the next step. No Python
-    runs when a row goes, which a signal could interrupt.
+    It is not given back to PyTorch, unless its row dies in a reference cycle. Else a gradient could
+    take it and move, others would move with it, and the next step would upload all addresses again.
+    When a row goes, no Python code runs that a signal could interrupt.
     """
 
     __slots__ = ("tensor",)
@@ -120,8 +120,8 @@ class _Uploaded(NamedTuple):
 
     Attributes:
         packed: the addresses of the gradients, 8 bytes each.
-        table: theirs.
-        upload: event at its end, which may not have been reached; None once it was.
+        table: the table of these addresses.
+        upload: the event at the end of the upload; None once it was seen to be reached.
     """
 
     packed: bytes
@@ -130,12 +130,12 @@ class _Uploaded(NamedTuple):
 
 
 class _Stream(NamedTuple):
-    """What a stream has.
+    """The tables of a stream.
 
     Attributes:
-        addresses: of the last call.
-        tables: of the last calls, the last first.
-        spare: memory of addresses that no table has any more.
+        addresses: the addresses of the last call.
+        tables: the tables of the last calls, the latest first.
+        spare: memory of addresses that no table holds any more.
     """
 
     addresses: list[int]
@@ -147,11 +147,11 @@ _Table = TypeVar("_Table", bound=Any)
 
 
 class Tables(Generic[_Table]):
-    """The tables of gradients of one form: laid out once a stream, with the last addresses."""
+    """The tables of gradients of one form, laid out once per stream, and their last addresses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Those whose addresses changed longest ago first; each replaced whole: threads may meet.
+        # By the time of their last new addresses. Values are replaced whole: threads may meet.
         self._streams: dict[int, _Stream] = {}
         self._starts: dict[Hashable, Start] = {}
 
@@ -159,7 +159,7 @@ class Tables(Generic[_Table]):
         """The table for these addresses, on the current stream.
 
         Args:
-            addresses: one a gradient; not changed later.
+            addresses: the address of each gradient; the caller does not change the list later.
 
         Raises:
             RuntimeError: a CUDA graph is captured, and eager calls left no pinned memory.
@@ -178,7 +178,7 @@ class Tables(Generic[_Table]):
             found = _find(known.tables, packed)
         if found is not None:
             table = found.table
-            # Some ROCm may not query events while any thread captures a graph.
+            # On some ROCm, events must not be queried while any thread captures a graph.
             may_query = not capturing and torch.version.hip is None
             has_landed = found.upload is not None and may_query and found.upload.query()
             if packed or has_landed:
@@ -193,33 +193,33 @@ class Tables(Generic[_Table]):
                 tables = (last, *known.tables[: KEPT - 1])
                 self._keep(stream, _Stream(addresses, tables, known.spare))
         if capturing:
-            # A graph reads its tables at every replay, and those that it uploads hold nothing
-            # before: no other call may find them. A graph's lifetime is unknown, so its tables
-            # live as long as the process.
+            # A graph reads its tables at every replay. Tables that it uploads hold nothing before
+            # a replay, so no other call may find them. A graph's lifetime is unknown, so its
+            # tables live as long as the process.
             pinned_memory.keep(table.arguments)
             if table.row is not None:
                 pinned_memory.keep([table.row])
         return table
 
     def _keep(self, stream: int, known: _Stream) -> None:
-        """Keeps what a stream has, as the last one whose addresses changed."""
+        """Keeps the tables of a stream, which becomes the last one whose addresses changed."""
         self._streams.pop(stream, None)
         self._streams[stream] = known
         for oldest in list(self._streams)[:-STREAMS]:
             self._streams.pop(oldest, None)
 
     def _landed(self, packed: bytes) -> Any:
-        """A table for these addresses that is there for every stream; or None."""
+        """A table for these addresses that has landed, so every stream may read it; or None."""
         tables = [known for stream in list(self._streams.values()) for known in stream.tables]
         found = _find([known for known in tables if known.upload is None], packed)
         return found and found.table
 
     def _upload(self, addresses: list[int], known: _Stream, capturing: bool) -> Any:
-        """Makes all tables, or only that of pointers where those of other gradients are known."""
+        """Makes all tables, or only the pointers if other gradients of this form have tables."""
         if not known.tables:
             return replace(self._lay_out(addresses, capturing), starts=self._starts)
         laid_out = known.tables[0].table
-        # A graph has memory of its own.
+        # A graph gets separate memory.
         row = None if capturing else self._row(known.spare, len(addresses))
         into = None if row is None else row.memory.tensor
         pointers = upload(on_cpu(addresses), self._device, capturing, into)
@@ -231,16 +231,16 @@ class Tables(Generic[_Table]):
         )
 
     def _row(self, spare: list[_Memory], n: int) -> _Row:
-        """Memory for n addresses, of which only what is queued on its stream may read others."""
+        """Memory for n addresses; work queued on this stream may still read others in it."""
         try:
             tensor = spare.pop().tensor
         except IndexError:
-            # Never inference tensors, which a later call could not write to.
+            # A later call could not write to inference tensors.
             with torch.inference_mode(False):
                 rows = torch.empty(KEPT + 1, n, dtype=torch.int64, device=self._device)
             tensor, *others = rows.unbind()
             for other in others:
-                # Spare at once, as nobody has it.
+                # Nobody holds the row, so the memory is spare at once.
                 _held(other, spare)
         return _held(tensor, spare)
 
@@ -253,9 +253,9 @@ class ChunkTables(Tables[ChunkTable]):
     """The chunk tables of gradients of one form.
 
     Args:
-        device: of the gradients.
-        dtype: of the gradients.
-        sizes: elements of each.
+        device: the device of the gradients.
+        dtype: the dtype of the gradients.
+        sizes: the number of elements of each gradient.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
@@ -270,10 +270,10 @@ class UnitTables(Tables[UnitTable]):
     """The tables of units of gradients of one form.
 
     Args:
-        device: of the gradients.
-        dtypes: of the gradients, and of the weights, where there are any.
-        counts: rows of each gradient, at least one.
-        lengths: elements of its rows.
+        device: the device of the gradients.
+        dtypes: the dtypes of the gradients and, if there are any, of the weights.
+        counts: the number of rows of each gradient, at least one.
+        lengths: the number of elements in each of its rows.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class UnitTables(Tables[UnitTable]):
         counts, lengths = on_cpu(self._counts), on_cpu(self._lengths)
         chunks = ((lengths + CHUNK - 1) // CHUNK).clamp_min(1)
         most = (CHUNK // lengths.clamp_min(1)).clamp(1, MOST_ROWS)
-        # Whole tiles, whose rows lie in one piece.
+        # Rows that are read in tiles get pieces of whole tiles.
         tiled = (lengths > SHORT) & (lengths <= MEDIUM)
         tiles = (most // MEDIUM_ROWS).clamp_min(1)
         most = torch.where(tiled, tiles * MEDIUM_ROWS, most)
@@ -322,12 +322,12 @@ class UnitTables(Tables[UnitTable]):
 
 
 def _find(tables: Sequence[_Uploaded], packed: bytes) -> _Uploaded | None:
-    """The table of these addresses, if it is one of these."""
+    """The table of these addresses, if there is one."""
     return next((known for known in tables if known.packed == packed), None)
 
 
 def _held(tensor: torch.Tensor, spare: list[_Memory]) -> _Row:
-    """Holds memory, which is spare when nobody has the result any more."""
+    """Holds memory by a new row; when nobody holds the row any more, the memory is spare."""
     row = _Row()
     row.memory = _Memory(row, spare.append)
     row.memory.tensor = tensor
@@ -337,19 +337,19 @@ def _held(tensor: torch.Tensor, spare: list[_Memory]) -> _Row:
 class PinnedMemory:
     """Blocks of pinned memory, which cannot be allocated while a CUDA graph is captured.
 
-    Every eager upload leaves a spare block behind, and the next eager call makes up for those that
+    Every eager upload leaves a spare block behind, and the next eager call replaces the blocks that
     a capture took. Each change is one operation on a list, so threads and signals may meet.
     """
 
     def __init__(self) -> None:
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        # Sizes of the blocks that captures took.
+        # The sizes of the blocks that captures took.
         self.taken: list[int] = []
-        # Memory that graphs read, by its identity, alive as long as the process.
+        # Memory that graphs read, by identity; it lives as long as the process.
         self.captured: dict[int, Any] = {}
 
     def block(self, n_bytes: int, capturing: bool) -> torch.Tensor:
-        """A block for one upload, uint8, at least as large."""
+        """A uint8 block for one upload, of n_bytes or more."""
         room = max(64, 1 << (n_bytes - 1).bit_length())
         spare = self._spare[room]
         if not capturing:
@@ -359,7 +359,7 @@ class PinnedMemory:
         try:
             block = spare.pop()
         except IndexError:
-            # A refusal, before anything is written: under a patch, torch's function serves.
+            # Nothing was written yet, so under a patch torch's function serves the call.
             raise NotImplementedError(
                 "tritonclip cannot allocate pinned memory while a CUDA graph is captured: expected "
                 "a call on these parameters before the capture; call the same clip function once, "
@@ -370,7 +370,7 @@ class PinnedMemory:
         return block
 
     def keep(self, memory: Iterable[Any]) -> None:
-        """Keeps memory that a graph reads; a table that several read is kept once."""
+        """Keeps memory that a graph reads; a table that several graphs read is kept once."""
         self.captured.update((id(one), one) for one in memory)
 
     def refill(self) -> None:
@@ -420,7 +420,7 @@ def lay_out(
 def upload(
     table: torch.Tensor, device: torch.device, capturing: bool, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The table on the device, by an asynchronous copy from pinned memory that nothing reuses."""
+    """Copies a table to the device, asynchronously from pinned memory that nothing reuses."""
     if device.type == "cpu":
         return table if into is None else into.copy_(table)
     n_bytes = table.numel() * table.element_size()
@@ -433,12 +433,12 @@ def upload(
 
 def on_cpu(numbers: Sequence[int]) -> torch.Tensor:
     """The numbers as int64[n], whatever the default device is."""
-    # Half the time of torch.tensor.
+    # This takes half the time of torch.tensor.
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def _pinned(n_bytes: int) -> torch.Tensor:
-    # Never inference tensors, which a later capture could not write to.
+    # A later capture could not write to inference tensors.
     with torch.inference_mode(False):
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -450,13 +450,13 @@ def _current_stream(device: torch.device) -> tuple[int, bool]:
     stream = launch.current_stream(device)
     if device.index == torch.cuda.current_device():
         return stream, torch.cuda.is_current_stream_capturing()
-    # Which asks only the current stream of the current device.
+    # PyTorch asks only the current stream of the current device.
     with torch.cuda.device(device):
         return stream, torch.cuda.is_current_stream_capturing()
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """The end of what was queued on the current stream; None for a CPU, which queues nothing."""
+    """An event after the work that is queued on the current stream; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -469,10 +469,10 @@ def _count_norms(count: int, length: int) -> int:
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
-    """The sum of the counts before each."""
+    """The sum of the counts before each count."""
     return counts.cumsum(0) - counts
 
 
 def count_chunks(length: int) -> int:
-    """Chunks, and partial norms, of a row."""
+    """The number of chunks, and so of partial norms, of a row."""
     return max(1, -(-length // CHUNK))

@@ -1,12 +1,12 @@
-"""Units: one launch measures every row of gradients and weights, one scales the rows.
+"""Units: one launch measures every row of gradients and weights, and another scales the rows.
 
-Two launches measure them where weights have another dtype than their gradients.
+If weights have another dtype than their gradients, two launches measure them.
 
-Long rows are measured as chunks are (see `norm`), one after the other; shorter ones as the rows of
-a tile: 64 at a time, or, from 257 elements on, 16, two by each warp. A row whose sum of squares
-is not finite, or too small to be trusted, is measured again in float64, divided by its largest
-magnitude. Every partial norm has its own place, so equal inputs give equal bits. Each row is scaled
-by its own coefficient; only those with a coefficient below 1 are written.
+Long rows are measured one after the other, as chunks are (see `norm`). Shorter rows are measured as
+the rows of a tile: 64 at a time or, from 257 elements on, 16, two by each warp. A row whose sum of
+squares is not finite, or too small to be trusted, is measured again in float64, divided by its
+largest magnitude. Every partial norm has a fixed place, so equal inputs give equal bits. Each row
+is scaled by its own coefficient; only rows whose multiplier is not 1 are written.
 """
 
 import triton
@@ -40,30 +40,30 @@ from tritonclip.kernels.norm import (
 from tritonclip.kernels.scalars import INF, as_float64, divide, load_number, unit_coefficient_of
 from tritonclip.kernels.scale import scale_chunk
 
-# Rows of a tile: it has 4 elements for each of 256 threads. Larger ones spill.
+# The rows of a tile, which has 4 elements for each of 256 threads. Larger tiles spill.
 ROWS_MEASURED = 64
-# Rows of a tile that is multiplied: it has 2 elements for each of 256 threads, and at least one for
-# each of the 512 threads on gfx942 (see `TAIL`). Larger ones spill.
+# The rows of a tile that is multiplied. It has 2 elements for each of 256 threads, and at least one
+# for each of the 512 threads on gfx942 (see `TAIL`). Larger tiles spill.
 ROWS_SCALED = 32
 
 
 def columns_scaled(itemsize: int) -> int:
-    """Elements of each longer row of such a tile: 64 accesses of 16 bytes, two of a thread.
+    """Elements of each longer row in such a tile: 64 accesses of 16 bytes, two for each thread.
 
-    One of a thread on AMD, where two spill on gfx942. On an H200, GPT-2 in bfloat16: 153 us, with
-    one 165 us (by hand).
+    On AMD each thread has one, because two spill on gfx942. On an H200, GPT-2 in bfloat16 takes
+    153 us, and 165 us with one (measured by hand).
     """
     return 64 * 16 // itemsize
 
 
-# Norms of units that are added up at once to the norm of a gradient. ptxas unrolls the loop by
-# four, so that 4096 of them are in flight: those of an embedding of 50,000 rows in 13 rounds.
+# The norms of units that are added up at once to the norm of a gradient. ptxas unrolls the loop by
+# four, so that 4096 norms are in flight, and an embedding of 50,000 rows takes 13 rounds.
 NORMS_AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
 def _exact_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr):
-    """The norm of each row of a tile in float64, divided by its largest magnitude first."""
+    """The norm of each row of a tile in float64, after division by its largest magnitude."""
     COLUMNS: tl.constexpr = SLOW_BLOCK // rows.shape[0]
     zeros = tl.zeros([rows.shape[0], COLUMNS], LANE)
     keys = magnitude_key(zeros)
@@ -80,7 +80,7 @@ def _exact_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr):
         ratio = tl.where(x == 0, 0.0, x / largest[:, None])
         squares += ratio * ratio
     norm = largest * tl.sqrt(tl.sum(squares, axis=1))
-    # NaN and inf are norms already.
+    # A largest magnitude of NaN or inf is the norm already.
     return tl.where((largest == largest) & (largest != INF), norm, largest)
 
 
@@ -145,7 +145,7 @@ def unit_norms_kernel(
 
     Side 0 is all gradients, side 1 all weights. addresses_ptr: int64[2, n_tensors]; forms_ptr:
     int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4]; norms_ptr: float64[2, n_norms], or [1,
-    n_norms] where gradients alone are measured.
+    n_norms] if only gradients are measured.
     """
     ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
@@ -178,11 +178,11 @@ def unit_norms_kernel(
 
 @triton.jit
 def _norms_of_row(norms_ptr, n_norms, chunks):
-    """The norm of a row and that of its weights, from the partial norms of its chunks."""
+    """The norms of a row and of its weights, from the partial norms of their chunks."""
     norm = tl.load(norms_ptr)
     weight = tl.load(norms_ptr + n_norms)
     if chunks > 1:
-        # A loop, so that the code is there once: for two of it, registers spill.
+        # A loop compiles the code once; with two copies of it, registers spill.
         for side in range(2):
             whole = combine(norms_ptr + side * n_norms, 0, chunks, 2.0)
             if side == 0:
@@ -220,7 +220,7 @@ def _scale_rows(
         kept = tl.where(erase, 0.0, coefficient)
         tl.store(coefficient_ptr + rows, kept, mask=rows < n_rows)
         if WRITE:
-            # One comparison: interpreters do not take a mask made of `erase`.
+            # One comparison serves both, as interpreters do not take a mask made of `erase`.
             changed = (tl.where(erase, 0.0, multiplier) != 1) & (rows < n_rows)
             if tl.max(changed.to(tl.int32), axis=0) != 0:
                 for column in range(0, length, COLUMNS):
@@ -262,14 +262,13 @@ def scale_units_kernel(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """One program multiplies the rows of the pieces n_pieces - 1 - program_id, that - grid, ...
+    """One program multiplies rows of pieces program_id, program_id + grid, ... from the last on.
 
     addresses_ptr: int64[2, n_tensors]; forms_ptr: int64[n_tensors, 4]; pieces_ptr: int64[n_pieces,
-    4]; norms_ptr: float64[2, n_norms]; norm_ptr: float32 or float64 [n_tensors], of each gradient;
-    coefficient_ptr: as norm_ptr, [n_units]; ratio_ptr: any float [1] with ratio_stride 0, or
-    [n_tensors] with 1, or None; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1],
-    whether to write zeros, or None.
-    Without WRITE no gradient is touched.
+    4]; norms_ptr: float64[2, n_norms]; norm_ptr: float32 or float64 [n_tensors], the norm of each
+    gradient; coefficient_ptr: [n_units], of norm_ptr's dtype; ratio_ptr: any float [1] with
+    ratio_stride 0, or [n_tensors] with 1, or None; grad_scale_ptr: any float [1], or None;
+    erase_ptr: uint8[1], whether to write zeros, or None. Without WRITE no gradient is touched.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
@@ -283,8 +282,8 @@ def scale_units_kernel(
     else:
         erase = pid < 0
 
-    # First: within the loop below, its registers would spill on gfx942. By the last programs, as
-    # they have one piece less than others, if any has.
+    # This comes before the loop below, in which its registers would spill on gfx942. The last
+    # programs begin, because they have one piece less than others, if any has.
     for index in range(tl.num_programs(0) - 1 - pid, n_tensors, tl.num_programs(0)):
         n_partials = count_of(forms_ptr, index) * chunks_of(length_of(forms_ptr, index), CHUNK)
         first = first_norm_of(forms_ptr, index)
