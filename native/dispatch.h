@@ -1,4 +1,4 @@
-/* The loops of all dtypes, in the fastest form that the processor has. */
+/* The loops of all dtypes, in the fastest form that the processor supports. */
 #ifndef TRITONCLIP_DISPATCH_H
 #define TRITONCLIP_DISPATCH_H
 
@@ -7,7 +7,7 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1 and inf; the verbs that write. */
+/* Verbs that measure the parts of norms of order 2, 1 and inf, and verbs that write. */
 typedef enum {
     SUM_SQUARES,
     SUM_MAGNITUDES,
@@ -49,7 +49,7 @@ typedef enum {
 #endif
 
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, N_DTYPES };
-/* Added to the code of a dtype: for complex numbers, which are pairs of it. */
+/* This is added to the code of a dtype for complex numbers, which are pairs of that dtype. */
 enum { PAIRS = N_DTYPES };
 
 typedef struct {
@@ -83,7 +83,7 @@ static const Loops *fastest_loops(void) {
     return plain_loops;
 }
 
-/* By dtype; `fastest_loops` once the module is made. */
+/* The loops in use, by dtype; these are `fastest_loops` once the module is made. */
 static const Loops *loops_of = plain_loops;
 
 #endif

@@ -1,7 +1,7 @@
 /* Elements of gradients, and vectors of them.
  *
- * Half types are widened to float32, in whose vectors they are multiplied and added up. `plain`
- * functions serve every processor, and become NEON on ARM; `avx2` serve those with AVX2, FMA and F16C.
+ * Half types are widened to float32, and then multiplied and added up in vectors of float32. `plain`
+ * functions serve every processor, and become NEON on ARM; `avx2` functions need AVX2, FMA and F16C.
  */
 #ifndef TRITONCLIP_ELEMENTS_H
 #define TRITONCLIP_ELEMENTS_H
@@ -25,7 +25,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-/* Elements of a vector of floats, and sums that a loop adds up side by side. */
+/* The elements of a vector of floats, and the sums that a loop adds up side by side. */
 #define WIDE 8
 #define LANES 32
 
@@ -34,16 +34,16 @@ typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
 
-/* Elements in memory, which a view may begin at any byte of. */
+/* Elements in memory, which may begin at any byte. */
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
 typedef float FloatAt __attribute__((aligned(1), may_alias));
 typedef double DoubleAt __attribute__((aligned(1), may_alias));
 typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
-/* For `loops.h`: elements in memory, and as they are compared with bounds; integers as wide, for masks;
- * vectors in which elements are multiplied, and of their bits; elements as bits, where zeros are looked for;
- * the largest number; the bits of infinity of a half type, else 0. */
+/* Types and numbers for `loops.h`, by dtype: elements in memory; elements as they are compared with bounds, and
+ * integers of the same width, for masks; vectors in which elements are multiplied; elements as bits, in which we
+ * look for zeros; the largest number; and the bits of infinity for a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -87,7 +87,7 @@ INLINE uint32_t as_bits(float number) {
 
 INLINE float widen_bfloat16(uint16_t bits) { return as_float((uint32_t)bits << 16); }
 
-/* To the nearest, ties to even. */
+/* Rounds to the nearest number, ties to even. */
 INLINE uint16_t narrow_bfloat16(float number) {
     uint32_t bits = as_bits(number);
     if (number != number) return (uint16_t)((bits | 0x7fc00000u) >> 16);
@@ -98,18 +98,18 @@ INLINE float widen_float16(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, rest = (uint32_t)(bits & 0x7fffu) << 13;
     if (rest >= 31u << 23) return as_float(sign | 0x7f800000u | rest);
     if (rest >= 1u << 23) return as_float(sign | (rest + (112u << 23)));
-    /* A subnormal one, as the difference of two normal floats. */
+    /* A subnormal number is the difference of two normal floats. */
     return as_float(sign | as_bits(as_float(rest + (113u << 23)) - as_float(113u << 23)));
 }
 
-/* To the nearest, ties to even. */
+/* Rounds to the nearest number, ties to even. */
 INLINE uint16_t narrow_float16(float number) {
     uint32_t bits = as_bits(number), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
     if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
     if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
     if (rest >= 113u << 23)
         return (uint16_t)(sign | (rest - (112u << 23) + 0xfffu + (rest >> 13 & 1u)) >> 13);
-    /* A sum with 0.5 rounds to the digits of subnormal ones. */
+    /* Adding 0.5 rounds to the digits of subnormal numbers. */
     return (uint16_t)(sign | (as_bits(as_float(rest) + 0.5f) - as_bits(0.5f)));
 }
 
@@ -141,18 +141,18 @@ INLINE void set_float_mode(uint64_t mode) {
 #endif
 }
 
-/* Asks for the line of memory that a loop comes to AHEAD bytes later, beyond the page of 4 KiB where
- * processors may stop looking ahead by themselves. With 1,024, 2,048 and 4,096 bytes 48 million float32
- * are measured in 3.86, 3.75 and 3.70 ms, bfloat16 in 1.85, 1.75 and 1.64, and 200 gradients of 150,000
- * float32 in 2.05, 1.88 and 1.69; in another run with 4,096, 8,192 and 16,384 in 2.85, 2.60 and 2.57, in
- * 1.43, 1.24 and 1.20, and in 1.75, 1.58 and 1.63. To multiply and to clamp them takes as long, or less.
- * Where other programs use the memory too, no distance helps. (AMD EPYC with AVX-512, 2 threads.) */
+/* Asks for the line of memory that a loop reaches AHEAD bytes later. It lies beyond the page of 4 KiB, where
+ * processors may stop looking ahead by themselves. With 1,024, 2,048 and 4,096 bytes, 48 million float32 are
+ * measured in 3.86, 3.75 and 3.70 ms, as many bfloat16 in 1.85, 1.75 and 1.64 ms, and 200 gradients of 150,000
+ * float32 in 2.05, 1.88 and 1.69 ms. In another run, 4,096, 8,192 and 16,384 bytes took 2.85, 2.60 and 2.57 ms,
+ * 1.43, 1.24 and 1.20 ms, and 1.75, 1.58 and 1.63 ms. Multiplying and clamping take as long, or less time. If
+ * other programs use the memory as well, no distance helps. (AMD EPYC with AVX-512, 2 threads.) */
 #define AHEAD 8192
 #define LINE 64
 
 INLINE void fetch_ahead(const void *x) { __builtin_prefetch((const void *)((uintptr_t)x + AHEAD)); }
 
-/* The bits of a half type as an integer in the order of the numbers. */
+/* The bits of a half type as an integer, ordered like the numbers. */
 #define KEY(x) ((x) ^ (((x) >> 15) & 0x7fff))
 
 /* Loads and stores of WIDE elements. */
@@ -165,7 +165,7 @@ INLINE void load_bfloat16_plain(const HalfAt *x, Floats *wide) {
 
 INLINE void store_bfloat16_plain(const Floats *wide, HalfAt *x) {
     FloatsBits bits = (FloatsBits)*wide, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    /* A comparison of vectors wider than a register is made element by element. */
+    /* The compiler would compare vectors wider than a register element by element. */
     FloatsBits is_nan = (0x7f800000 - (bits & 0x7fffffff)) >> 31, quiet = bits | 0x7fc00000;
     Halves upper = __builtin_convertvector(((is_nan & quiet) | (~is_nan & rounded)) >> 16, Halves);
     memcpy(x, &upper, sizeof upper);
@@ -203,7 +203,7 @@ INLINE void store_float32_plain(const Floats *wide, FloatAt *x) { memcpy(x, wide
 INLINE void load_float64_plain(const DoubleAt *x, Doubles *wide) { memcpy(wide, x, sizeof *wide); }
 INLINE void store_float64_plain(const Doubles *wide, DoubleAt *x) { memcpy(x, wide, sizeof *wide); }
 
-/* Sums of float64, as many as a register holds, and loads of as many numbers. */
+/* As many sums in float64 as a register holds, and loads of as many numbers. */
 
 typedef double Lanes_plain __attribute__((vector_size(16)));
 typedef int64_t LanesBits_plain __attribute__((vector_size(16)));
@@ -237,7 +237,7 @@ AVX2 INLINE void load_bfloat16_avx2(const HalfAt *x, Floats *wide) {
     *wide = (Floats)_mm256_slli_epi32(bits, 16);
 }
 
-/* Floats whose upper halves are rounded to the nearest, ties to even; not NaN. */
+/* Rounds the upper halves of floats to the nearest, ties to even; the floats must not be NaN. */
 AVX2 INLINE __m256i round_bfloat16_avx2(Floats wide) {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32((__m256i)wide, 16), _mm256_set1_epi32(1));
     return _mm256_add_epi32(_mm256_add_epi32((__m256i)wide, _mm256_set1_epi32(0x7fff)), odd);
@@ -251,10 +251,10 @@ AVX2 INLINE void store_bfloat16_avx2(const Floats *wide, HalfAt *x) {
     _mm_storeu_si128((__m128i *)x, _mm_packus_epi32(low, high));
 }
 
-/* Writes products of 2 * WIDE elements to y; 0, and nothing written, where one is NaN.
+/* Writes products of 2 * WIDE elements to y; returns 0 and writes nothing if one is NaN.
  *
- * To widen those at even and at odd places, and to join them again, takes no shuffle: 48 million are
- * multiplied in 3.1 ms in place of 6.3, float16 in 2.5. (AMD EPYC with AVX-512, 1 thread.) */
+ * Elements at even and at odd places are widened separately and joined again, which takes no shuffle: 48 million
+ * are multiplied in 3.1 ms instead of 6.3; float16 takes 2.5 ms. (AMD EPYC with AVX-512, 1 thread.) */
 #define PAIRED_bfloat16_avx2 1
 AVX2 INLINE int multiply_pairs_bfloat16_avx2(const HalfAt *x, HalfAt *y, Floats factor) {
     __m256i both = _mm256_loadu_si256((const __m256i *)x);

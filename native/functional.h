@@ -1,5 +1,5 @@
-/* Clipping out of place, of plain tensors that need no derivative: `tritonclip/functional/c_loops.py` calls
- * these functions, and `_native.pyi` describes them.
+/* Out-of-place clipping of plain tensors that need no derivative. `tritonclip/functional/c_loops.py` calls these
+ * functions, and `_native.pyi` describes them.
  */
 #pragma once
 
@@ -7,28 +7,28 @@
 
 #include "tensors.h"
 
-/* Ends a function of leaves: what it made, whose reference is taken; None where operators have to serve the
- * leaves; NULL with an error of Python. */
+/* Ends a function of leaves. It returns `made`, and takes its reference; or None if operators have to serve the
+ * leaves; or NULL with an error of Python. */
 static PyObject *finish_leaves(Job *job, Leaves *leaves, int is_done, PyObject *made) {
     free_job(job);
     free_leaves(leaves);
     return is_done ? made : Py_NewRef(Py_None);
 }
 
-/* A bound as a number, `none` where there is none; NaN for one that only operators take. */
+/* A bound as a number, or `none` if there is no bound, or NaN for a bound that only operators accept. */
 static double as_bound(PyObject *bound, double none) {
     if (bound == Py_None) return none;
     if (PyFloat_CheckExact(bound)) return PyFloat_AsDouble(bound);
     long long whole = PyLong_CheckExact(bound) ? PyLong_AsLongLong(bound) : LLONG_MAX;
     if (PyErr_Occurred()) PyErr_Clear();
-    /* Others may be rounded on the way. */
+    /* Larger integers might be rounded. */
     return whole >= -(1LL << 53) && whole <= 1LL << 53 ? (double)whole : NAN;
 }
 
 static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     if (!has_arguments(n_arguments, 4)) return NULL;
     double low = as_bound(arguments[2], -INFINITY), high = as_bound(arguments[3], INFINITY);
-    /* Two that are None, cross or are NaN are an error of the caller. */
+    /* Bounds that are both None, cross or are NaN are left to the operators, which raise the errors. */
     if (!(low <= high) || (arguments[2] == Py_None && arguments[3] == Py_None)) return Py_NewRef(Py_None);
     Job job;
     Leaves leaves;
@@ -40,7 +40,7 @@ static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_
     return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
 }
 
-/* A pair of two objects, whose references it takes; NULL where one is. */
+/* A pair of two objects, whose references it takes; NULL if one of them is NULL. */
 static PyObject *pair_of(PyObject *first, PyObject *second) {
     PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
     Py_XDECREF(first);
@@ -48,33 +48,33 @@ static PyObject *pair_of(PyObject *first, PyObject *second) {
     return pair;
 }
 
-/* Whether a norm that was measured is right: squares of float64 may have overflowed or lost digits. */
+/* Whether a measured norm is right; squares of float64 may have overflowed or lost digits. */
 static int is_known(const Job *job, const Leaves *leaves, double norm) {
     return job->verb != SUM_SQUARES || !leaves->are_wide || !is_extreme(norm);
 }
 
-/* The limit of the norm of a tensor, for one that is divided by a power of its number of elements. */
+/* The limit of a tensor's norm, from the limit of this norm divided by a power of the number of elements. */
 static double limit_of(double limit, int64_t n, double power) {
     if (!n || !power) return limit;
     return limit * (power == 1 ? (double)n : sqrt((double)n));
 }
 
-/* A limit, a number of 0 or more; NaN for others. */
+/* A limit of 0 or more as a number; NaN for anything else. */
 static double as_limit(PyObject *limit) {
     double number = as_bound(limit, NAN);
     /* -0.0 would flip signs. */
     return number >= 0 ? number + 0.0 : NAN;
 }
 
-/* A float, which is dropped; errors as those of PyFloat_AsDouble. */
+/* The value of a float, whose reference is dropped; errors are those of PyFloat_AsDouble. */
 static double as_double(PyObject *number) {
     double result = number ? PyFloat_AsDouble(number) : -1;
     Py_XDECREF(number);
     return result;
 }
 
-/* The norm of all tensors of a job that ran: of those of each dtype first, as groups of a list are measured.
- * 0 where it is not known, or with an error of Python. */
+/* The norm of all tensors of a job that ran, joined from one norm for each dtype, as lists are measured in groups.
+ * Returns 0 if the norm is not known, or with an error of Python. */
 static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
     if (!leaves->are_mixed) {
         *norm = norm_of(job, 0, job->n_parts);
@@ -95,7 +95,7 @@ static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
         total += sums[i] = sqrt(sums[i]);
         is_right = is_known(job, leaves, sums[i]) && !PyTuple_SetItem(norms, i, PyFloat_FromDouble(sums[i]));
     }
-    /* NaN, before inf, which hypot prefers. */
+    /* NaN has to win over inf, but hypot prefers inf. */
     *norm = !is_right || isnan(total) ? total : as_double(PyObject_CallObject(torch.hypot, norms));
     Py_XDECREF(norms);
     return is_right && !PyErr_Occurred();
@@ -117,7 +117,7 @@ static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_
     }
     if (is_done == 1) {
         double factor = coefficient_of(norm, limit, 0, leaves.are_wide);
-        /* A norm of 0 that is given may be that of elements that are not: 0/0 counts as 0. */
+        /* A given norm of 0 may come with elements that are not 0, so 0/0 counts as 0. */
         if (is_given && factor == 1 && !norm && !limit) factor = 0;
         for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
     }

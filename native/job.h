@@ -1,8 +1,8 @@
 /* One verb on a list of gradients, in one thread or in several.
  *
- * Norms are measured a row at a time, those of long rows a block at a time, and added up in the order of
- * the blocks: neither the number of threads nor their pace changes a bit. One parallel region a job, in
- * PyTorch's threads.
+ * Norms are measured a row at a time, or a block at a time for long rows, and added up in the order of the
+ * blocks, so neither the number of threads nor their pace changes a bit of the result. Each job is one parallel
+ * region in PyTorch's threads.
  */
 #ifndef TRITONCLIP_JOB_H
 #define TRITONCLIP_JOB_H
@@ -11,51 +11,50 @@
 
 #include "dispatch.h"
 
-/* Elements that have a part of the norm of their own, and of a task, at least: a thread that has to wait
- * for its turn delays the others by one task. Tasks of 131,072 and of 32,768 elements: two threads
- * add up 2^21 squares of float32 in 230 and 203 us, and multiply 2^19 bfloat16 in 67 and 59. (AMD
- * EPYC.) */
+/* The elements of a block, which has one part of the norm, and the least elements of a task. A thread that has
+ * to wait for its turn delays the others by one task. With tasks of 131,072 and of 32,768 elements, two threads
+ * add up 2^21 squares of float32 in 230 and 203 us, and multiply 2^19 bfloat16 in 67 and 59 us. (AMD EPYC.) */
 #define BLOCK 32768
-/* Tasks of a thread, at most: long ones read memory in order. With tasks of a block, 48 million
- * float32 are measured in 4.2 ms and bfloat16 in 2.2, with 32, 16 and 8 tasks a thread in 3.95, 3.86
- * and 3.89, and in 1.83, 1.85 and 1.81. (AMD EPYC with AVX-512, 2 threads.) */
+/* The most tasks of a thread; long tasks read memory in order. With tasks of one block, 48 million float32 are
+ * measured in 4.2 ms and bfloat16 in 2.2 ms; with 32, 16 and 8 tasks per thread, in 3.95, 3.86 and 3.89 ms, and
+ * in 1.83, 1.85 and 1.81 ms. (AMD EPYC with AVX-512, 2 threads.) */
 #define TASKS 16
-/* Elements of a list from which threads may share it. In one thread and in two 2^16, 2^17 and 2^18
- * float32 are measured in 3.5, 6.8 and 14.1 us, and in 2.9, 4.3 and 8.1; multiplied in 4.1, 8.1 and
- * 16.1, and in 2.9, 4.9 and 9.1. (AMD EPYC with AVX-512, caches warm.) On an older one 2^17 are
- * measured in 16 and 15, and multiplied in 13 and 14. */
+/* The least elements of a list that threads may share. One thread measures 2^16, 2^17 and 2^18 float32 in 3.5,
+ * 6.8 and 14.1 us, and two in 2.9, 4.3 and 8.1 us; one multiplies them in 4.1, 8.1 and 16.1 us, and two in 2.9,
+ * 4.9 and 9.1 us. (AMD EPYC with AVX-512, caches warm.) On an older processor, one and two threads measure 2^17
+ * in 16 and 15 us, and multiply them in 13 and 14 us. */
 #define SHARED 131072
-/* Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE). Where
- * other processes keep the cores busy, a thread may have to wait for milliseconds: lists of less than
- * twice SHARED elements in smaller gradients, for which PyTorch never waits, are left to one thread. */
+/* The elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE). If other
+ * processes keep the cores busy, a thread may have to wait for milliseconds. So lists of smaller gradients, for
+ * which PyTorch never waits, are left to one thread if they have less than twice SHARED elements. */
 #define GRAIN 32768
-/* Gradients, and blocks, of a list that needs no memory from the allocator. */
+/* The most gradients, and blocks, of a list that needs no memory from the allocator. */
 #define FEW 64
 
-/* Runs a function in several threads at once, with one argument, and waits for all: GOMP_parallel
+/* Runs a function with one argument in several threads at once, and waits for all of them. It is GOMP_parallel
  * of the OpenMP library that PyTorch uses. */
 typedef void (*Parallel)(void (*function)(void *), void *argument, unsigned threads, unsigned flags);
 static Parallel parallel = NULL;
 
 typedef struct {
-    /* Of the dtype; with PAIRS. */
+    /* The code of the dtype, plus PAIRS for complex numbers. */
     long code;
     const char *elements;
-    /* Where verbs that write do so: the elements themselves, or as many others. */
+    /* The memory to write to: the elements themselves, or as many others. */
     char *target;
-    /* Rows, end to end, each with a norm and a factor of its own: one of all elements, or the units. */
+    /* Rows that lie end to end, each with its norm and its factor: one row of all elements, or the units. */
     int64_t rows, length, size;
-    /* The index of its first part among those of the list. */
+    /* The index of the first part of this gradient among the parts of the list. */
     int64_t first_part;
-    /* Where the 2-norm of each row goes, of rows of a block at most; NULL for parts. */
+    /* The memory for the 2-norms of rows, if each fits a block; NULL if parts are measured. */
     double *norms;
-    /* Of MULTIPLY, that of each row; rows whose factor is 1 are copied, unless they are the target. */
+    /* For MULTIPLY, the factor of each row; rows whose factor is 1 are copied, unless they are the target. */
     const double *factors;
-    /* That of the only row. */
+    /* The factor of the only row. */
     double factor;
 } Gradient;
 
-/* An element: which gradient, and where in it. */
+/* The place of an element: its gradient, and its index there. */
 typedef struct {
     int64_t gradient, start;
 } Place;
@@ -65,23 +64,23 @@ typedef struct {
     long threads;
     int64_t n, n_rows, n_parts, n_elements;
     Gradient *gradients;
-    /* Of verbs that measure: the part of every block of rows that have no place for a norm. */
+    /* For verbs that measure: the part of every block, for rows without memory for their norms. */
     double *parts;
-    /* Of CLAMP. */
+    /* The bounds of CLAMP. */
     double low, high;
-    /* Where each task starts; the last place is the end. */
+    /* The start of each task; the last place is the end. */
     Place *places;
     int64_t n_tasks, next_task;
-    /* Of the calling thread; those that share the job have their own. */
+    /* The mode of the calling thread, because the threads that share the job have other modes. */
     uint64_t float_mode;
-    /* Memory of short lists. */
+    /* The memory of short lists. */
     Gradient few_gradients[FEW];
     double few_parts[FEW];
 } Job;
 
 static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 
-/* Makes a job with room for n gradients; 0 without memory. */
+/* Makes a job with room for n gradients; returns 0 if there is no memory. */
 static int make_job(Job *job, Verb verb, long threads, int64_t n) {
     job->verb = verb, job->threads = threads;
     job->n = job->n_rows = job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
@@ -89,8 +88,8 @@ static int make_job(Job *job, Verb verb, long threads, int64_t n) {
     return n <= FEW || (job->gradients = malloc(sizeof(Gradient) * (size_t)n));
 }
 
-/* Adds a gradient, of which there is room for, to a job; it is written in place. Several rows of a block at
- * most have no parts. */
+/* Adds a gradient to a job that has room for it; verbs write to it in place. If it has several rows, and each
+ * fits a block, it has no parts. */
 static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows, int64_t length) {
     Gradient *gradient = job->gradients + job->n++;
     gradient->code = code;
@@ -103,7 +102,7 @@ static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows,
     return gradient;
 }
 
-/* Makes room for the parts of a norm, once all gradients were added; 0 without memory. */
+/* Makes room for the parts of a norm, once all gradients were added; returns 0 if there is no memory. */
 static int make_parts(Job *job) {
     if (job->verb >= MULTIPLY || job->n_parts <= FEW) return 1;
     return (job->parts = malloc(sizeof(double) * (size_t)job->n_parts)) != NULL;
@@ -115,8 +114,8 @@ static void free_job(Job *job) {
     free(job->places);
 }
 
-/* The norm of the parts from one up to another, of a job that ran: the largest, NaN before all, or by
- * their sum. */
+/* The norm of some parts of a job that ran: the largest part, or NaN if there is one; or from the sum of the
+ * parts. */
 static double norm_of(const Job *job, int64_t from, int64_t to) {
     double norm = 0;
     for (const double *part = job->parts + from; part < job->parts + to; part++)
@@ -127,13 +126,13 @@ static double norm_of(const Job *job, int64_t from, int64_t to) {
     return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
-/* A bound, if it is finite, in the range of a dtype. */
+/* Brings a finite bound into the range of a dtype. */
 static double in_range(double bound, const Loops *loops) {
     if (isinf(bound)) return bound;
     return fmin(fmax(bound, -loops->largest), loops->largest);
 }
 
-/* Elements of the block that starts in a gradient: whole rows, or a part of a long one. */
+/* The number of elements in the block that starts here in a gradient: whole rows, or a part of a long one. */
 static int64_t block_at(const Gradient *gradient, int64_t start) {
     int64_t left = gradient->size - start, length = gradient->length;
     if (left <= BLOCK) return left;
@@ -166,7 +165,7 @@ static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t 
     }
 }
 
-/* All blocks from a place up to another, of gradients that have an address. */
+/* Does all blocks between two places; gradients without an address are left out. */
 static void do_blocks(Job *job, Place from, Place to) {
     for (int64_t i = from.gradient; i <= to.gradient && i < job->n; i++) {
         const Gradient *gradient = job->gradients + i;
@@ -177,7 +176,7 @@ static void do_blocks(Job *job, Place from, Place to) {
     }
 }
 
-/* Tasks, until none is left; in every thread. */
+/* Does tasks until none is left; every thread runs this. */
 static void do_tasks(void *argument) {
     Job *job = argument;
     uint64_t own_mode = float_mode();
@@ -188,9 +187,9 @@ static void do_tasks(void *argument) {
     set_float_mode(own_mode);
 }
 
-/* Cuts the list into tasks; 0 without memory for them. */
+/* Cuts the list into tasks; returns 0 if there is no memory for them. */
 static int cut(Job *job) {
-    /* However many threads, no product overflows. */
+    /* Two divisions, because a product of threads and tasks might overflow. */
     int64_t least = job->n_elements / TASKS / job->threads;
     if (least < BLOCK) least = BLOCK;
     job->places = malloc(sizeof(Place) * (size_t)(job->n_elements / least + 2));

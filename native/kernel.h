@@ -1,4 +1,4 @@
-/* A compiled kernel of a GPU, and its launch in one call of the driver, which Python has found. */
+/* A compiled kernel for a GPU, and its launch by one call of the driver, whose address Python has found. */
 #ifndef TRITONCLIP_KERNEL_H
 #define TRITONCLIP_KERNEL_H
 
@@ -6,12 +6,12 @@
 
 #include "tensors.h"
 
-/* Arguments of a kernel at most, and the null pointers that Triton adds for memory that ours do not need. */
+/* The most arguments of a kernel, and the null pointers that Triton adds for memory that our kernels do not need. */
 enum { ARGUMENTS = 30, SCRATCH = 2 };
-/* Kinds of arguments; an absent one is None, and no parameter of the kernel. */
+/* The kinds of arguments; an absent argument is None, and is no parameter of the kernel. */
 enum { ABSENT = '-', POINTER = 'p', INT32 = 'i', INT64 = 'l' };
 
-/* cuLaunchKernel: a grid and blocks of three dimensions each, shared bytes, a stream, and addresses of parameters. */
+/* cuLaunchKernel takes a grid and blocks of three dimensions each, shared bytes, a stream, and parameter addresses. */
 typedef int (*LaunchKernel)(
     void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 
@@ -53,12 +53,12 @@ static PyObject *kernel(PyObject *module, PyObject *const *arguments, Py_ssize_t
     memcpy(&own->launch, &launch, sizeof launch);
     own->function = function, own->programs = sizes[0], own->threads = sizes[1], own->shared = sizes[2];
     own->n = (int)strlen(strcpy(own->kinds, kinds));
-    /* The driver unloads the function when its owner ends. */
+    /* Keep the owner of the function alive, because the driver unloads the function with it. */
     PyCapsule_SetContext(capsule, Py_NewRef(arguments[6]));
     return capsule;
 }
 
-/* Reads an argument as the bits of a parameter; 0, maybe with an error of Python, if it is of another kind. */
+/* Reads an argument as the bits of a parameter; returns 0, maybe with an error of Python, if its kind is wrong. */
 static int read_parameter(PyObject *argument, char kind, uint64_t *bits) {
     if (kind == POINTER) {
         PyObject *address = PyLong_Check(argument) ? Py_NewRef(argument) : call(argument, DATA_PTR);
@@ -72,7 +72,7 @@ static int read_parameter(PyObject *argument, char kind, uint64_t *bits) {
         return 1;
     }
     int64_t number = PyLong_AsLongLong(argument);
-    /* Of 32 bits the driver reads the first four bytes, which are the lower half wherever it runs. */
+    /* For 32 bits, the driver reads the first four bytes, which are the lower half on every platform of the driver. */
     *bits = (uint64_t)number;
     return !PyErr_Occurred() && (kind == INT64 || number == (int32_t)number);
 }
@@ -90,7 +90,7 @@ static PyObject *launch(PyObject *module, PyObject *const *arguments, Py_ssize_t
     }
     if (!fits) return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     for (int i = 0; i < n + SCRATCH; i++) parameters[i] = values + i;
-    /* Where the queue is full the driver waits, maybe for another thread of Python. */
+    /* If the queue is full, the driver waits, maybe for another thread of Python. */
     PyThreadState *state = PyEval_SaveThread();
     int error = own->launch(
         own->function, own->programs, 1, 1, own->threads, 1, 1, own->shared, stream, parameters, NULL);

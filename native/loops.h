@@ -1,7 +1,7 @@
 /* The loops over contiguous elements of one dtype, for one instruction set.
  *
- * Included once for each, with DTYPE and ISA, which end the names of functions, TARGET, the attribute
- * of the instruction set, and REGISTER, the bytes of its vectors; `elements.h` has the types.
+ * This file is included once for each pair. DTYPE and ISA end the names of functions, TARGET is the attribute of
+ * the instruction set, and REGISTER is the size of its vectors in bytes; `elements.h` has the types.
  */
 
 #define PASTE_(a, b) a##_##b
@@ -9,22 +9,22 @@
 #define OF(name) PASTE(name, DTYPE)
 #define FORM(name) PASTE(name, ISA)
 #define NAME(function) FORM(OF(function))
-/* Lanes whose sums of float64 a register holds. */
+/* The lanes whose sums of float64 fit a register. */
 #define IN_SUM (REGISTER / (int)sizeof(double))
 
-/* Squares of half types that each lane adds up in float32. */
+/* The squares of half types that each lane adds up in float32. */
 #define RUN 8
-/* Bytes that are compared with the bounds before any of them is written: a core's nearest cache
- * holds them meanwhile. Of these, groups with all elements within are not written. With one element of
- * 370 outside, 12 gradients of 4 million float32 take 4.3 ms so, and 6.3 where every stretch is written,
- * bfloat16 2.1 and 2.9; ten of 2,000 float32, in cache, 1.6 us and 3.1. Groups of 128 bytes take 13% more
- * in cache where nothing is outside. To ask after each group, and not after each stretch, whether any
- * element is outside, takes 157 us for 4 million float32 in place of 106. (AMD EPYC, 2 threads.) */
+/* The bytes of a stretch, which is compared with the bounds before any of it is written; it stays in a core's
+ * nearest cache meanwhile. Groups of a stretch with all elements within are not written. With one element in 370
+ * outside, 12 gradients of 4 million float32 take 4.3 ms, and 6.3 ms if whole stretches are written; bfloat16
+ * takes 2.1 and 2.9 ms; ten gradients of 2,000 float32, in cache, take 1.6 and 3.1 us. Groups of 128 bytes take
+ * 13% more time in cache if nothing is outside. Testing after each group, and not after each stretch, whether any
+ * element is outside takes 157 us for 4 million float32 instead of 106 us. (AMD EPYC, 2 threads.) */
 #define COMPARED 4096
 #define GROUP 256
 
-/* Elements side by side, as many as a register holds: GCC compares wider vectors one element at a time,
- * and clamps ten gradients of 2,000 float64 in 26 us so in place of 2.2. */
+/* As many elements as a register holds. GCC compares wider vectors one element at a time, and then clamps ten
+ * gradients of 2,000 float64 in 26 us instead of 2.2 us. */
 typedef OF(ELEMENT) NAME(Vector) __attribute__((vector_size(REGISTER)));
 typedef OF(INTEGER) NAME(Mask) __attribute__((vector_size(REGISTER)));
 
@@ -44,7 +44,7 @@ TARGET INLINE void NAME(add)(const OF(AT) *x, FORM(Lanes) *sums, int squares) {
 #endif
 }
 
-/* The sum of all lanes: those of two halves are added, then of this half, and so on. */
+/* The sum of all lanes: the two halves are added, then the two halves of the result, and so on. */
 TARGET INLINE double NAME(sum_of_lanes)(FORM(Lanes) *sums) {
 #define FOLD(half) _Pragma("GCC unroll 8") for (int i = 0; i < half; i++) sums[i] += sums[i + half]
     enum { HALF = LANES / IN_SUM / 2 };
@@ -61,10 +61,10 @@ TARGET INLINE double NAME(sum_of_lanes)(FORM(Lanes) *sums) {
 #endif
 }
 
-/* A sum in float64, which fits squares of float32, whatever they are: of squares, or of magnitudes.
+/* The sum of squares or of magnitudes in float64, which holds the square of any float32.
  *
- * Loops over the lanes are unrolled: else GCC keeps sums in memory, and sets them to 0 by an
- * instruction that takes longer than a row of 8 elements, 19 ns in place of 4.
+ * Loops over the lanes are unrolled. Otherwise GCC keeps the sums in memory, and sets them to 0 by an instruction
+ * that takes longer than a row of 8 elements: 19 ns instead of 4 ns.
  */
 TARGET INLINE double NAME(sum_in_float64)(const void *elements, int64_t n, int squares) {
     const OF(AT) *x = elements;
@@ -87,21 +87,21 @@ TARGET INLINE double NAME(sum_in_float64)(const void *elements, int64_t n, int s
     return NAME(sum_of_lanes)(sums);
 }
 
-/* Whether any element is not 0; NaN is not. */
+/* Whether any element is not 0; NaN counts as not 0. */
 TARGET static int NAME(has_any)(const void *elements, int64_t n) {
     const OF(BITS_AT) *x = elements;
     OF(BITS_AT) any = 0;
     for (int64_t i = 0; i < n; i++) any |= x[i];
-    /* Without the sign. */
+    /* The shift drops the sign. */
     return (OF(BITS_AT))(any << 1) != 0;
 }
 
 /* The sum of squares, or of magnitudes.
  *
- * Squares of half types are exact in float32, where RUN of them are added up before they go on in
- * float64: such a sum is off by 7 * 2^-24 or 4.2e-7 at most, as one of magnitudes is, and the root of
- * squares by 2.1e-7. Sums that float32 does not hold are added up again in float64 alone. Squares of
- * float64 that all underflow have a sum that is not 0, so that only the norm of zeros is.
+ * Squares of half types are exact in float32. RUN of them are added up in float32, and these sums in float64. Such
+ * a sum of squares or magnitudes is off by at most 7 * 2^-24 or 4.2e-7, and the root of squares by 2.1e-7. Sums
+ * that do not fit float32 are added up again in float64 alone. If all squares of float64 underflow, the sum is
+ * still not 0, so that only zeros have a norm of 0.
  */
 TARGET INLINE double NAME(sum)(const void *elements, int64_t n, int squares) {
 #if OF(INFINITE)
@@ -134,8 +134,8 @@ TARGET INLINE double NAME(sum)(const void *elements, int64_t n, int squares) {
 #endif
 }
 
-/* Goes on with the largest magnitude in each lane: by bits without the sign, where those of NaN are
- * larger than those of infinity. */
+/* Updates the largest magnitude in each lane. It compares bits without the sign, so that NaN is larger than
+ * infinity. */
 TARGET INLINE void NAME(join)(NAME(Mask) *found, const char *x) {
     NAME(Mask) bits;
     memcpy(&bits, x, REGISTER);
@@ -168,14 +168,14 @@ TARGET INLINE double NAME(largest)(const void *elements, int64_t n) {
     return (double)OF(widen)(largest);
 }
 
-/* The part of a norm that elements of one block have. */
+/* The part of a norm that the elements of one block make. */
 TARGET static double NAME(measure)(const void *elements, int64_t n, Verb verb) {
     if (verb == SUM_SQUARES) return NAME(sum)(elements, n, 1);
     if (verb == SUM_MAGNITUDES) return NAME(sum)(elements, n, 0);
     return NAME(largest)(elements, n);
 }
 
-/* Writes products of as many elements as a vector holds to y. */
+/* Writes the products of a vector of elements to y. */
 TARGET INLINE void NAME(multiply_vector)(const OF(AT) *x, OF(AT) *y, OF(WIDENED) factor) {
     OF(WIDENED) wide;
     NAME(load)(x, &wide);
@@ -183,8 +183,8 @@ TARGET INLINE void NAME(multiply_vector)(const OF(AT) *x, OF(AT) *y, OF(WIDENED)
     NAME(store)(&wide, y);
 }
 
-/* Multiplies by a number, rounded to the dtype of the arithmetic, into memory that is the same or none
- * of it. The last elements go through a buffer. */
+/* Multiplies by a number, which is rounded to the dtype of the arithmetic. The target is the same memory, or does
+ * not overlap it. The last elements go through a buffer. */
 TARGET static void NAME(multiply)(const void *elements, void *target, int64_t n, double number) {
     const OF(AT) *x = elements;
     OF(AT) *y = target;
@@ -208,8 +208,8 @@ TARGET static void NAME(multiply)(const void *elements, void *target, int64_t n,
     memcpy(y, last, sizeof *x * (size_t)n);
 }
 
-/* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
- * NaN beyond infinity. Twice as many fit a register as of floats, and none is converted. */
+/* Bounds, and their keys. Half types are compared by keys, integers that are ordered like the numbers, with NaN
+ * beyond infinity. A register holds twice as many keys as floats, and nothing is converted. */
 typedef struct {
     NAME(Vector) low, high, low_key, high_key;
 } NAME(Bounds);
@@ -222,14 +222,14 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
     OF(ELEMENT) low = (OF(ELEMENT))OF(narrow)(from), high = (OF(ELEMENT))OF(narrow)(to);
     NAME(fill)(&bounds->low, low), NAME(fill)(&bounds->high, high);
 #if OF(INFINITE)
-    /* -0 and 0 are equal, and have two keys. */
+    /* -0 and 0 are equal, but have different keys. */
     OF(ELEMENT) least = low & 0x7fff ? low : (OF(ELEMENT))0x8000, greatest = high & 0x7fff ? high : 0;
     NAME(fill)(&bounds->low_key, (OF(ELEMENT))KEY(least));
     NAME(fill)(&bounds->high_key, (OF(ELEMENT))KEY(greatest));
 #endif
 }
 
-/* Brings a vector within bounds; NaN is neither below nor above. The mask has bits where it changed. */
+/* Clamps a vector to bounds; NaN is neither below nor above. The mask gets bits where elements changed. */
 TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bounds, NAME(Mask) *changed) {
 #if OF(INFINITE)
     NAME(Vector) key = KEY(*x);
@@ -243,7 +243,7 @@ TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bound
     *changed = below | above;
 }
 
-/* Sets bits of a mask where elements of whole vectors from x up to `stop` are outside. */
+/* Sets bits of a mask where elements of the whole vectors from x to `stop` are outside. */
 TARGET INLINE void NAME(find_outside)(
     const char *x, const char *stop, const NAME(Bounds) *bounds, NAME(Mask) *outside
 ) {
@@ -264,7 +264,7 @@ TARGET INLINE int NAME(is_any)(const NAME(Mask) *mask) {
     return any != 0;
 }
 
-/* Writes whole vectors from x up to `stop` to y, brought within bounds. */
+/* Clamps the whole vectors from x to `stop`, and writes them to y. */
 TARGET static void NAME(clamp_vectors)(const char *x, const char *stop, char *y, const NAME(Bounds) *bounds) {
     for (; x < stop; x += REGISTER, y += REGISTER) {
         NAME(Vector) numbers;
@@ -276,16 +276,16 @@ TARGET static void NAME(clamp_vectors)(const char *x, const char *stop, char *y,
     }
 }
 
-/* The last elements, fewer than fill a vector. The first of them fills it up: where bounds exclude 0,
- * zeros would be outside. */
+/* Reads the last elements, which are fewer than a vector holds. The first of them fills the vector up, because
+ * zeros would be outside of bounds that exclude 0. */
 TARGET INLINE void NAME(take_last)(const char *last, const char *end, char *rest) {
     enum { ITEM = sizeof(OF(ELEMENT)) };
     for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
     memcpy(rest, last, (size_t)(end - last));
 }
 
-/* Brings elements within bounds, which are numbers of the dtype; NaN stays. Groups with all elements
- * within are not written, unless most groups of a stretch have some outside: all that follows is. */
+/* Clamps elements to bounds, which are numbers of the dtype; NaN stays. Groups with all elements within are not
+ * written. But if most groups of a stretch have elements outside, everything that follows is written. */
 TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to) {
     enum { ITEM = sizeof(OF(ELEMENT)) };
     NAME(Bounds) bounds;
@@ -306,7 +306,7 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
         if (!NAME(is_any)(&any)) continue;
         char *to_clamp[COMPARED / GROUP];
         for (int i = 0; i < n_groups; i++) {
-            /* No branch, which would be foreseen wrongly. */
+            /* A branch here would often be mispredicted. */
             to_clamp[n_outside] = start + i * GROUP;
             n_outside += NAME(is_any)(outside + i);
         }
@@ -326,7 +326,7 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     memcpy(last, rest, (size_t)(end - last));
 }
 
-/* As `clamp`, into other memory. */
+/* Clamps as `clamp` does, but writes to other memory. */
 TARGET static void NAME(clamp_to)(const void *elements, void *target, int64_t n, double from, double to) {
     enum { ITEM = sizeof(OF(ELEMENT)) };
     NAME(Bounds) bounds;

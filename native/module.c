@@ -1,29 +1,28 @@
-/* The extension `tritonclip.backends._native`: loops over the memory of CPU gradients, each of a
- * whole list in one call; and the launch of kernels that Triton has compiled.
+/* The extension `tritonclip.backends._native`: loops over the memory of CPU gradients, which take a whole list in
+ * one call, and the launch of kernels that Triton has compiled.
  *
- * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the
- * functions. Of Python only the stable ABI is used, and nothing of PyTorch but its threads: one
- * binary serves all versions, but for those of free-threaded Python. Wrong arguments raise; an address
- * is trusted, but for 0.
+ * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the functions. The
+ * extension uses only the stable ABI of Python, and nothing of PyTorch except its threads, so that one binary
+ * serves all versions except free-threaded Python. Wrong arguments raise; every address except 0 is trusted.
  */
 #include <Python.h>
 
 #include "tensors.h"
 
-/* Of the functions and their arguments, for `native.py`. */
+/* The version of the functions and their arguments, which `native.py` checks. */
 #define INTERFACE 17
-/* Elements from which a call lets other threads of Python run. */
+/* From this many elements on, a call lets other threads of Python run. */
 #define UNLOCKED 16384
-/* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
+/* The most elements, or rows, of a list, so that int64 holds numbers of bytes and sums of rounded sizes. */
 #define MOST (INT64_MAX / 64)
-/* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
+/* A 2-norm of float64 is known if it is 0, or at least LEAST_NORM and less than LARGEST_NORM. */
 #define LEAST_NORM 0x1p-450
 #define LARGEST_NORM 0x1p450
 
 /* Whether squares of float64 may have overflowed or lost digits to underflow; those of other dtypes fit. */
 static int is_extreme(double norm) { return norm != 0 && !(norm >= LEAST_NORM && norm < LARGEST_NORM); }
 
-/* Runs a job; while it is long, other threads of Python go on. */
+/* Runs a job; during a long job, other threads of Python go on. */
 static void run(Job *job) {
     if (job->n_elements < UNLOCKED) {
         run_job(job);
@@ -41,14 +40,14 @@ static Py_ssize_t length_of(PyObject *list) {
     return -1;
 }
 
-/* Whether bytes hold n of int64; else an error of Python. */
+/* Whether bytes hold n int64; otherwise sets an error of Python. */
 static int has_integers(PyObject *bytes, Py_ssize_t n) {
     if (PyBytes_Size(bytes) == n * (Py_ssize_t)sizeof(int64_t)) return 1;
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses");
     return 0;
 }
 
-/* One of the int64 that bytes hold. */
+/* The i-th int64 in bytes. */
 static int64_t number_of(PyObject *bytes, Py_ssize_t i) {
     int64_t number;
     memcpy(&number, PyBytes_AsString(bytes) + i * (Py_ssize_t)sizeof number, sizeof number);
@@ -63,7 +62,7 @@ static long read_dtype(PyObject *code) {
     return -1;
 }
 
-/* An address; NULL, with an error of Python unless it may be 0. */
+/* Reads an address; NULL for 0, with an error of Python unless `may_be_0`. */
 static void *read_address(PyObject *number, int may_be_0) {
     void *address = PyLong_AsVoidPtr(number);
     if (!address && !may_be_0 && !PyErr_Occurred())
@@ -85,10 +84,11 @@ static int read_gradient(Job *job, long dtype, PyObject *number, int64_t rows, i
     return 1;
 }
 
-/* Makes a job from the arguments that all verbs have; 0 with an error of Python.
+/* Makes a job from the arguments that all verbs share; returns 0 with an error of Python.
  *
- * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most. By unit,
- * sizes are those of the units; rows: how many each gradient has, as sizes; else NULL.
+ * The arguments are a list of addresses, sizes as bytes of as many int64, the code of the dtype, and the most
+ * threads. By unit, sizes are the lengths of rows, and `rows` has the number of rows of each gradient, in bytes like
+ * sizes; otherwise `rows` is NULL.
  */
 static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *rows) {
     long dtype = read_dtype(arguments[2]), threads = dtype < 0 ? 0 : PyLong_AsLong(arguments[3]);
@@ -96,7 +96,7 @@ static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *r
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected 1 thread or more, got %ld", threads);
         return 0;
     }
-    /* No code of Python runs from here on, which might change the list. */
+    /* From here on no code of Python runs that might change the list. */
     Py_ssize_t n = length_of(arguments[0]);
     if (n < 0 || !has_integers(arguments[1], n) || (rows && !has_integers(rows, n))) return 0;
     int is_made = make_job(job, verb, threads, n), is_read = is_made;
@@ -122,16 +122,16 @@ static int read_doubles(PyObject *const *arguments, int n, double *numbers) {
     return 1;
 }
 
-/* Reads a number, or that of an index in a list of numbers; 0 with an error of Python. */
+/* Reads a number, or the i-th number of a list; returns 0 with an error of Python. */
 static int read_number(PyObject *numbers, Py_ssize_t i, double *number) {
-    /* The list may lose it meanwhile. */
+    /* A reference, because the list may lose the number meanwhile. */
     PyObject *own = Py_XNewRef(PyList_Check(numbers) ? PyList_GetItem(numbers, i) : numbers);
     *number = PyFloat_AsDouble(own);
     Py_XDECREF(own);
     return *number != -1 || !PyErr_Occurred();
 }
 
-/* Whether an argument is a number, or a list of n; else an error of Python. */
+/* Whether an argument is a number or a list of n numbers; otherwise sets an error of Python. */
 static int has_numbers(PyObject *numbers, Py_ssize_t n) {
     if (!PyList_Check(numbers) || PyList_Size(numbers) == n) return 1;
     PyErr_Format(PyExc_ValueError, "expected %zd numbers, got %zd", n, PyList_Size(numbers));
@@ -147,7 +147,7 @@ static PyObject *finish(Job *job) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* The verb that measures a norm of an order; 0 with an error of Python. */
+/* Reads the order of a norm as the verb that measures it; returns 0 with an error of Python. */
 static int read_order(PyObject *number, Verb *verb) {
     double order = PyFloat_AsDouble(number);
     if (order != 1 && order != 2 && order != INFINITY) {
@@ -158,7 +158,7 @@ static int read_order(PyObject *number, Verb *verb) {
     return 1;
 }
 
-/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
+/* Measures a list by the norm whose order is the fifth argument; returns 0 with an error of Python. */
 static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
     if (!has_arguments(n_arguments, 5)) return 0;
     Verb verb;
@@ -194,8 +194,8 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     return result;
 }
 
-/* min(1, limit / (norm + eps)), every step rounded to float32 unless `wide`; 1 where there is nothing
- * to clip; NaN stays. */
+/* min(1, limit / (norm + eps)), with every step rounded to float32 unless `wide`; 1 if norm + eps is 0; NaN
+ * stays. */
 static double coefficient_of(double norm, double limit, double eps, int wide) {
     double bound = wide ? norm + eps : (double)((float)norm + (float)eps);
     if (!wide) limit = (float)limit;
@@ -221,7 +221,7 @@ static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_s
     return result ? Py_BuildValue("(Nd)", result, least) : NULL;
 }
 
-/* Gives each gradient its factor; 0 with an error of Python. */
+/* Gives each gradient its factor; returns 0 with an error of Python. */
 static int read_factors(Job *job, PyObject *numbers) {
     int is_valid = has_numbers(numbers, (Py_ssize_t)job->n);
     for (int64_t i = 0; is_valid && i < job->n; i++)
@@ -271,7 +271,7 @@ static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     return finish(&job);
 }
 
-/* Adds an index to a list; 0 with an error of Python. */
+/* Adds an index to a list; returns 0 with an error of Python. */
 static int append_index(PyObject *list, int64_t index) {
     PyObject *number = PyLong_FromLongLong(index);
     int failed = !number || PyList_Append(list, number);
@@ -305,8 +305,8 @@ static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssi
     return unknown;
 }
 
-/* The coefficient of a unit, min(1, ratio * max(weights, eps) / norm); 1 where the norm is 0, or limited
- * by nothing; NaN stays. */
+/* The coefficient of a unit, min(1, ratio * max(weights, eps) / norm). It is 1 if the norm is 0 or the limit is
+ * infinite; NaN stays. */
 static double unit_coefficient(double norm, double weights, double ratio, double eps) {
     double limit = ratio * (weights < eps ? eps : weights);
     if (weights == INFINITY || ratio == INFINITY) limit = INFINITY;
@@ -345,7 +345,7 @@ static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_s
             if (!wide) coefficient = (float)coefficient;
             if (coefficient < least || coefficient != coefficient) least = coefficient;
             *factors = coefficient / (wide ? scale : (double)(float)scale);
-            /* As elements are multiplied by it. */
+            /* Elements are multiplied by the factor in this dtype. */
             if (!wide || dtype != FLOAT64) *factors = (float)*factors;
             is_changed |= *factors != 1;
         }
@@ -468,7 +468,7 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_native", "Loops over CPU gradients.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
-/* 0 with an error of Python. */
+/* Returns 0 with an error of Python. */
 static int add_number(PyObject *module, const char *name, double value) {
     PyObject *number = PyFloat_FromDouble(value);
     int is_added = number && !PyModule_AddObjectRef(module, name, number);

@@ -1,7 +1,7 @@
-/* Plain tensors of a CPU as the gradients of a job, and new ones beside them.
+/* Plain tensors on a CPU as the gradients of a job, and new tensors for the results.
  *
- * They are read by DLPack's functions for C, or, where PyTorch has none, by the attributes that Python code
- * would read: nothing of PyTorch is linked.
+ * Tensors are read by DLPack's functions for C or, if this PyTorch has none, by the attributes that Python code
+ * would read, so that nothing of PyTorch is linked.
  */
 #ifndef TRITONCLIP_TENSORS_H
 #define TRITONCLIP_TENSORS_H
@@ -10,7 +10,7 @@
 
 #include "job.h"
 
-/* The parts of dlpack.h, version 1, that are met here. */
+/* The parts of dlpack.h, version 1, that are used here. */
 typedef struct {
     void *data;
     int32_t device_type, device_id, n_dims;
@@ -28,8 +28,8 @@ typedef struct {
 
 enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 
-/* What `register_torch` was told: the classes of plain tensors, codes of dtypes, numbers of float32 and float64, and
- * functions: whether autograd records operations, the number of threads, Python's hypot, and DLPack's. */
+/* The arguments of `register_torch`: the classes of plain tensors, the codes of dtypes, 0-d tensors of float32 and
+ * float64, and functions: whether autograd records, the number of threads, Python's hypot, and DLPack's view. */
 static struct {
     PyObject *tensor, *parameter, *codes, *number, *wide_number, *is_recording, *n_threads, *hypot;
     int (*view)(void *, DLTensor *);
@@ -41,7 +41,7 @@ static const char *const spellings[N_NAMES] = {
 };
 static PyObject *names[N_NAMES];
 
-/* 0 with an error of Python. */
+/* Returns 0 with an error of Python. */
 static int make_names(void) {
     for (int i = 0; i < N_NAMES; i++)
         if (!(names[i] = PyUnicode_InternFromString(spellings[i]))) return 0;
@@ -50,7 +50,7 @@ static int make_names(void) {
 
 static PyObject *call(PyObject *tensor, int name) { return PyObject_CallMethodObjArgs(tensor, names[name], NULL); }
 
-/* Whether an answer, which is dropped, is True; -1 with an error of Python. */
+/* Whether an answer, whose reference is dropped, is True; -1 with an error of Python. */
 static int is_true(PyObject *answer) {
     int is = answer ? answer == Py_True : -1;
     Py_XDECREF(answer);
@@ -59,7 +59,7 @@ static int is_true(PyObject *answer) {
 
 static int has(PyObject *tensor, int name) { return is_true(PyObject_GetAttr(tensor, names[name])); }
 
-/* A number, which is dropped, 0 or more; -1 with an error of Python. */
+/* The value of a number of 0 or more, whose reference is dropped; -1 with an error of Python. */
 static int64_t as_number(PyObject *number) {
     int64_t result = number ? PyLong_AsLongLong(number) : -1;
     Py_XDECREF(number);
@@ -70,14 +70,14 @@ static int64_t as_number(PyObject *number) {
 typedef struct {
     char *address;
     int64_t size;
-    /* Of the dtype, see `native.CODES`; with PAIRS. */
+    /* The code of the dtype, see `native.CODES`, plus PAIRS for complex numbers. */
     long code;
     int is_contiguous;
-    /* Where it was read by DLPack. */
+    /* DLPack's view, if the tensor was read by DLPack. */
     DLTensor dl;
 } Elements;
 
-/* Reads a tensor by DLPack; 0 where it is not on a CPU or of another dtype, or with an error of Python. */
+/* Reads a tensor by DLPack; returns 0 for another device or dtype, or with an error of Python. */
 static int view_elements(PyObject *x, Elements *elements) {
     DLTensor *dl = &elements->dl;
     if (torch.view(x, dl) || dl->device_type != DL_CPU || dl->lanes != 1) return 0;
@@ -100,7 +100,7 @@ static int view_elements(PyObject *x, Elements *elements) {
     return 1;
 }
 
-/* As `view_elements`, by attributes. */
+/* Does what `view_elements` does, by attributes. */
 static int ask_for_elements(PyObject *x, Elements *elements) {
     PyObject *dtype = PyObject_GetAttr(x, names[DTYPE]);
     PyObject *code = dtype ? PyDict_GetItemWithError(torch.codes, dtype) : NULL;
@@ -114,8 +114,8 @@ static int ask_for_elements(PyObject *x, Elements *elements) {
     return address >= 0;
 }
 
-/* Whether the elements of two tensors lie in the same order, without gaps. Where they were read by
- * attributes, these have to be contiguous. */
+/* Whether the elements of two tensors lie in the same order, without gaps. Tensors that were read by attributes have
+ * to be contiguous. */
 static int share_order(const Elements *x, const Elements *y) {
     const DLTensor *view = &x->dl, *other = &y->dl;
     if (x->code != y->code || x->size != y->size) return 0;
@@ -139,7 +139,7 @@ static int is_plain(PyObject *x) {
     return class == torch.tensor || class == torch.parameter;
 }
 
-/* A norm as a tensor that `create` makes; NULL where it makes another, or with an error of Python. */
+/* A norm as a tensor that `create` makes; NULL if it makes an unexpected tensor, or with an error of Python. */
 static PyObject *tensor_of(double norm, int is_wide, PyObject *create) {
     Elements elements;
     PyObject *made = PyObject_CallFunctionObjArgs(create, is_wide ? torch.wide_number : torch.number, NULL);
@@ -153,18 +153,18 @@ static PyObject *tensor_of(double norm, int is_wide, PyObject *create) {
     return made;
 }
 
-/* The leaves of a call, a tensor or a list of tensors and None, and what is made of them. */
+/* The leaves of a call, which are a tensor or a list of tensors and None, and the new tensors. */
 typedef struct {
     int is_list;
     /* Whether tensors differ in dtype, and whether any is of float64, or of pairs. */
     int are_mixed, are_wide, have_pairs;
     int64_t n;
-    /* They stay alive, whatever becomes of the list; and of each the new tensor, None, or NULL. */
+    /* References to the leaves, since the list may drop them; and for each leaf the new tensor, None, or NULL. */
     PyObject **all, **made;
     PyObject *few[2 * FEW];
 } Leaves;
 
-/* Takes leaves from an argument; 0 with an error of Python. */
+/* Takes leaves from an argument; returns 0 with an error of Python. */
 static int take_leaves(Leaves *leaves, PyObject *argument) {
     leaves->is_list = PyList_CheckExact(argument);
     leaves->are_mixed = leaves->are_wide = leaves->have_pairs = 0;
@@ -189,7 +189,7 @@ static void free_leaves(Leaves *leaves) {
     if (leaves->all != leaves->few) free(leaves->all);
 }
 
-/* The new tensors, in a list where the leaves were; NULL with an error of Python. */
+/* The new tensors, in a list if the leaves were in one; NULL with an error of Python. */
 static PyObject *made_of(const Leaves *leaves) {
     if (!leaves->is_list) return Py_NewRef(leaves->made[0]);
     PyObject *list = PyList_New((Py_ssize_t)leaves->n);
@@ -204,12 +204,12 @@ static int is_recorded(PyObject *x) {
     return requires_grad == 1 ? is_true(PyObject_CallNoArgs(torch.is_recording)) : requires_grad;
 }
 
-/* Adds a tensor to a job that measures, and the one that `create`, or NULL, makes like it as its target; 0
- * where the tensor is not plain, or with an error of Python. */
+/* Adds a tensor to a job; its target is a tensor like it that `create` makes, unless `create` is NULL. Returns 0 if
+ * the loops cannot serve the tensor, or with an error of Python. */
 static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, PyObject **made) {
     Elements elements, own;
     if (!is_plain(x) || !read_elements(x, &elements)) return 0;
-    /* Memory that was freed has no address. */
+    /* A tensor whose memory was freed has no address. */
     if ((elements.size && !elements.address) || is_true(call(x, IS_NEG))) return 0;
     if (is_recorded(x)) return 0;
     int are_pairs = elements.code >= PAIRS;
@@ -220,23 +220,23 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     leaves->are_wide |= elements.code % PAIRS == FLOAT64;
     leaves->have_pairs |= are_pairs;
     if (!create) return elements.is_contiguous;
-    /* A mode may have made another one. */
+    /* A mode may have made a tensor of another kind. */
     *made = PyObject_CallFunctionObjArgs(create, x, NULL);
     if (!*made || !is_plain(*made) || !read_elements(*made, &own) || (own.size && !own.address)) return 0;
     gradient->target = own.address;
     return share_order(&elements, &own);
 }
 
-/* Whether a tensor that was not read is left to operators; else an interrupt came. Those without memory, such
- * as sparse ones, raise where they are read. */
+/* Whether operators serve a tensor that was not read; otherwise an interrupt came. Reading tensors without memory,
+ * such as sparse ones, raises errors, which are cleared. */
 static int is_refused(void) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 0;
     PyErr_Clear();
     return 1;
 }
 
-/* Makes a job of leaves, and new tensors unless `create` is NULL: 1; 0 where operators have to serve them; -1
- * with an error of Python. */
+/* Makes a job of leaves, and new tensors unless `create` is NULL. Returns 1; or 0 if operators have to serve the
+ * leaves; or -1 with an error of Python. */
 static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, PyObject *create) {
     make_job(job, verb, 1, 0);
     if (!take_leaves(leaves, argument)) return -1;
