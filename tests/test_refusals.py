@@ -519,7 +519,7 @@ def saved_state(**changed: Any) -> dict[str, Any]:
 
 
 NO_STATES: list[Any] = [
-    *({}, [1], None, saved_state(kind=7), saved_state(steps=-3), saved_state(parameters=-1)),
+    *({}, [1], None, saved_state(kind=7), saved_state(steps=2**62), saved_state(parameters=-1)),
     *(saved_state(values=[1.0, []]), saved_state(values=[2**1024])),
 ]
 NUMBERS = (-1.0, -1e-30, NAN), (True, "big", None, [1.0], 1j)

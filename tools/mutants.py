@@ -47,7 +47,7 @@ NOT_TRIED = re.compile(
     "(?!Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Is_IsNot|IsNot_Is))"
 )
 # Seconds of tests that a mutant meets at most, and those after which it counts as killed.
-MOST, TIMEOUT = 10.0, 120.0
+MOST, TIMEOUT = 30.0, 300.0
 # The tests of `make test`.
 OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not exhaustive")
 

@@ -249,6 +249,13 @@ def test_a_damaged_number_is_refused_by_the_next_call(rule, at, value):
     assert grad_of(weight).tolist() == [1.0]
 
 
+def test_a_state_counts_further_than_a_training_goes():
+    state, most = ClipState(), 2**62 - 1
+    saved = {"kind": "", "steps": most, "parameters": most, "values": None}
+    state.load_state_dict(saved)
+    assert state.state_dict() == saved
+
+
 class CountsDown(ClipByOwnHistory):
     """Its counts are below 0, which those of its parent never are."""
 

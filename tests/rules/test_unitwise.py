@@ -203,7 +203,7 @@ def test_clip_by_unit_takes_weights_of_another_dtype(device, weight_dtype):
 @pytest.mark.parametrize("is_complex", ["gradient", "weight"])
 def test_clip_by_unit_takes_complex_gradients_of_real_weights(device, is_complex):
     """Half as many reals in one as in the other; a kernel read rows of the other's length."""
-    parameters = make([(4, 5), (7,)], torch.float32, device)
+    parameters = make([(4, 50), (7,)], torch.float32, device)
     for i, one in enumerate(parameters):
         tensor = grad_of(one) if is_complex == "gradient" else one
         tensor.data = normal(one.shape, torch.complex64, device, seed=i)
