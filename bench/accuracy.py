@@ -1,6 +1,6 @@
-"""Truth in float64: gradients with known norms, and the check of clipped ones.
+"""Gradients with norms known in float64, and the check of clipped gradients against them.
 
-Truth is computed block by block, so that a copy of a workload in float64 is never held.
+Everything is computed block by block, so that no float64 copy of a workload is ever held.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from bench.workloads import Workload, dtype_of
 
 # Gradients are normal, with mean 0 and this standard deviation.
 SIGMA = 1e-3
-# Elements taken to float64 at once. A check of 25M elements takes 0.20, 0.08, 0.09 and 0.14 s with
-# 2^15, 2^16, 2^18 and 2^20.
+# Elements that are converted to float64 at once. A check of 25M elements takes 0.20, 0.08, 0.09 and
+# 0.14 s with blocks of 2^15, 2^16, 2^18 and 2^20.
 BLOCK = 2**18
 EPS = 1e-6
-# By unit, weights are the first gradients times this: products of all dtypes are exact.
+# By unit, weights are the first gradients times this power of two, which is exact in all dtypes.
 WEIGHT = 1024.0
 # Largest relative error of our norms.
 OURS = 1e-6
 
 
 class WrongResultError(RuntimeError):
-    """A result that differs from float64 by more than was promised: it is not timed."""
+    """A result that differs from float64 by more than was promised, so that it is not timed."""
 
 
 class Gradients:
     """Parameters of a workload, whose gradients are equal on every run.
 
-    `fresh` has the values of the gradients, and is never written; `norms` are their 2-norms in
-    float64, `norm` is that of all of them.
+    `fresh` has the values of the gradients, and is never written; `norms` has the 2-norm of each
+    in float64, and `norm` is the 2-norm over all of them.
     """
 
     def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Gradients:
         self.norms = [norm([f]) for f in self.fresh]
         self.norm, self.n_bytes = math.hypot(*self.norms), workload.n_bytes(dtype)
         self._largest = max(float(f.abs().max()) for f in self.fresh)
-        # Neither read nor written but by "step" and "unit": they take no memory on a CPU else.
+        # Only "step" and "unit" read or write them; for other rules they take no memory on a CPU.
         self.parameters = [torch.empty_like(f, requires_grad=True) for f in self.fresh]
         for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
             offset = 1 + i % 7 if workload.misaligned else 0
@@ -57,7 +57,7 @@ class Gradients:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def refill(self) -> None:
-        """Gives every parameter its first gradient again, in the memory that it has."""
+        """Copies the first values into every gradient, in the memory that it has."""
         with torch.no_grad():
             torch._foreach_copy_(self.grads, self.fresh)
 
@@ -68,20 +68,20 @@ class Gradients:
             torch._foreach_mul_(self.parameters, WEIGHT)
 
     def backward(self) -> None:
-        """Gives every parameter its first gradient again, made by a backward pass in new memory."""
+        """Makes every first gradient again in new memory, by a backward pass."""
         for parameter in self.parameters:
             parameter.grad = None
         products = (p * f for p, f in zip(self.parameters, self.fresh, strict=True))
-        # Whatever the parameters are, the gradients are the values that they are multiplied by.
+        # The gradient of a product is its other factor, whatever the parameters are.
         torch.autograd.backward([product.sum() for product in products])
 
     def limit(self, rule: str, clipped: bool) -> float:
-        """The limit at which a rule clips, or clips nothing.
+        """Chooses a limit at which a rule clips (given first below), or clips nothing.
 
-        By global norm, half the norm or ten times it; each by its own norm, half the median norm or
-        ten times the largest; by unit, half the norm of each or ten times it; by value, 3 standard
-        deviations, beyond which one element in 370 lies, or half the largest magnitude where that
-        is less, or 100 standard deviations.
+        By global norm, half the norm or ten times it; by each norm, half the median norm or ten
+        times the largest; by unit, half the norm of each or ten times it; by value, 3 standard
+        deviations, which one element in 370 exceeds (or half the largest magnitude, if that is
+        less), or 100 standard deviations.
         """
         if rule == "unit":
             return (0.5 if clipped else 10) / WEIGHT
@@ -92,7 +92,7 @@ class Gradients:
         return self._norms(rule)[0] * (0.5 if clipped else 10)
 
     def _norms(self, rule: str) -> list[float]:
-        """The norm that a rule measures, or one a gradient, in float64."""
+        """The norm that a rule measures, or a norm for each gradient, in float64."""
         if rule in ("gradient", "unit"):
             return self.norms
         return [self._largest if rule == "largest" else self.norm]
@@ -104,9 +104,9 @@ class Gradients:
     def check(
         self, grads: Sequence[Tensor], rule: str, limit: float, tolerance: float, eps: float = EPS
     ) -> None:
-        """Raises WrongResultError where gradients differ from those that float64 clips."""
-        # The tolerance is relative to the largest element of a gradient, on top of one unit in the
-        # last place of its dtype.
+        """Raises WrongResultError if gradients differ from the fresh ones clipped in float64."""
+        # One unit in the last place of the dtype is added to the tolerance; both are relative to
+        # the largest element of a gradient.
         bound, most = (limit, math.inf) if rule == "value" else (math.inf, limit)
         norms = self._norms(rule) * (1 if rule == "gradient" else len(self.fresh))
         multipliers = [min(1.0, most / (norm + eps)) for norm in norms]
@@ -121,7 +121,7 @@ class Gradients:
                 expected = (start.double() * multipliers[i]).clamp_(-bound, bound)
                 difference = expected - block.to(expected.device)
                 found.append(torch.stack([difference.abs().max(), expected.abs().max()]))
-            # NaN stays NaN.
+            # `amax` keeps NaN.
             error, largest = torch.stack(found).amax(0).tolist()
             info = torch.finfo(fresh.dtype)
             if not error <= (tolerance + info.eps) * largest + info.smallest_normal * 2**-9:

@@ -1,7 +1,7 @@
-"""How training goes under each kind of advice: every way to clip goes through one door.
+"""Trainings under each kind of advice on the limit, for `bench/test_advice.py`.
 
 `suggest` reads the recorded run without clipping of the same seed. `find` gets batches and seeds
-that no other training has, and its answer holds for all seeds.
+that no other training has, and its answer serves all seeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RULES: dict[str, float | Rule] = {
 }
 SUGGESTED = {"suggest": True, "suggest without losses": False}
 ADVICE = ("no clipping", "best of the grid", "1.0", *SUGGESTED, "find", *RULES)
-# Of the trainings that `find` tries, on none of which anything is judged.
+# The seeds of the trainings that `find` tries; no judged training has one of them.
 SEEDS_OF_FIND = (10, 11, 12)
 STEPS_OF_FIND = 200
 
@@ -39,15 +39,15 @@ STEPS_OF_FIND = 200
 class Run(NamedTuple):
     """How a training went."""
 
-    loss: float  # At its end, on held-out data.
-    losses: list[float]  # Of its steps.
-    norms: list[float]  # Before clipping, one after the other where a step clips twice.
+    loss: float  # At the end of the training, on held-out data.
+    losses: list[float]  # Of each step.
+    norms: list[float]  # Before clipping; a step that clips twice has two in turn.
     seconds: float
 
 
 @cache
 def train(name: str, seed: int, clip: float | Rule) -> Run:
-    """Trains a task, with a limit or a rule; once where it is asked for again."""
+    """Trains a task, with a limit or a rule."""
     states: dict[int, tritonclip.ClipState] = {}
     norms: list[Tensor] = []
 
@@ -75,7 +75,7 @@ def suggested(run: Run, *, with_losses: bool) -> float:
             for i, norm in enumerate(run.norms):
                 loss = run.losses[i * len(run.losses) // len(run.norms)]
                 recorder.add_(norm, limit=math.inf, loss=loss if with_losses else None)
-        # Of too few norms before the first NaN nothing is suggested.
+        # It raises if too few norms came before the first NaN.
         with suppress(ValueError):
             return tritonclip.suggest_max_norm(path).max_norm or math.inf
     return math.inf
@@ -108,14 +108,14 @@ def untrained(name: str, seed: int) -> float:
 
 
 def judged(name: str, seed: int, clip: float | Rule) -> float:
-    """The loss after training, or that before it where this is lower, or where it is NaN."""
+    """The loss after training, but at most the loss before it, which also replaces a NaN."""
     loss, most = train(name, seed, clip).loss, untrained(name, seed)
     return loss if loss < most else most
 
 
 @cache
 def best_of_grid(name: str, seeds: tuple[int, ...]) -> float:
-    """The limit with the lowest mean over seeds; the mildest of equal ones."""
+    """The limit with the lowest mean loss over seeds; the largest of equally good ones."""
     return min(
         (math.inf, *reversed(GRID)),
         key=lambda limit: statistics.fmean(judged(name, seed, limit) for seed in seeds),
@@ -123,7 +123,7 @@ def best_of_grid(name: str, seeds: tuple[int, ...]) -> float:
 
 
 def advised(advice: str, name: str, seed: int, seeds: Sequence[int]) -> float | Rule:
-    """The limit or rule for a training, one of those of all seeds; inf for no clipping."""
+    """The limit or rule for the training with one of the seeds; inf for no clipping."""
     if advice == "best of the grid":
         return best_of_grid(name, tuple(seeds))
     if advice in SUGGESTED:
@@ -134,9 +134,9 @@ def advised(advice: str, name: str, seed: int, seeds: Sequence[int]) -> float | 
 
 
 def outcomes_of(name: str, seeds: Sequence[int]) -> dict[str, tuple[dict[str, Any], list[float]]]:
-    """By advice, figures of a task with a number for each seed, and the seconds of the trainings.
+    """Trains a task under all advice; by advice, figures with a number for each seed, and seconds.
 
-    Runs on one thread: more only slow down matrices as small as these, and change sums.
+    More threads than one would only slow down matrices as small as these, and change sums.
     """
     torch.set_num_threads(1)
     outcomes = {}

@@ -1,8 +1,8 @@
 """Calls that do the same, timed in turn, and handed over to pytest-benchmark one by one.
 
-A test of pytest-benchmark times one call. Ratios of times are honest on a busy machine only where
-the calls take turns (`bench.samples`). So the first test of a case times all calls of the
-case, and each test hands over the samples of one.
+A test of pytest-benchmark times one call, but ratios of times can be trusted on a busy machine
+only if the calls take turns (`bench.samples`). Therefore the first test of a case times all its
+calls, and each test hands over the samples of one call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from bench.samples import Samples, Timed, interleaved, paired, spread
 
 CPU = torch.device("cpu")
-# Of all providers of a case.
+# The samples of all providers of a case, by name.
 AllSamples = Mapping[str, Samples]
 
 
@@ -26,15 +26,15 @@ class Effort(NamedTuple):
     """How long to measure a case."""
 
     samples: int = 9  # Fewest timed samples of each call.
-    seconds: float = 0.6  # How long to go on with more of them.
+    seconds: float = 0.6  # How long to take more samples than these.
 
 
 def hand_over(benchmark: Any, samples: Samples | None) -> None:
-    """Gives samples to pytest-benchmark in the way in which its `pedantic` stores its own.
+    """Stores samples in pytest-benchmark as its `pedantic` does; `samples` may be None.
 
-    It has no public way for samples that were taken elsewhere. None of them where it is disabled.
+    pytest-benchmark has no public way for samples that were taken elsewhere.
     """
-    # Else it warns that nothing was timed.
+    # Otherwise it warns that nothing was timed.
     benchmark._mode = "paired"
     if samples is None or not benchmark.enabled:
         return
@@ -42,7 +42,7 @@ def hand_over(benchmark: Any, samples: Samples | None) -> None:
     benchmark.group = " ".join((benchmark.name.split("[")[0], *case))
     stats = benchmark._make_stats(samples.n_calls)
     for wall in samples.walls:
-        # Seconds of a whole sample, which it divides by the number of calls.
+        # The plugin divides the seconds of a whole sample by the number of calls.
         stats.update(wall * samples.n_calls / 1e6)
 
 
@@ -52,15 +52,15 @@ class Comparison:
 
     calls: Mapping[str, Timed]
     effort: Effort
-    # Figures of a provider that are no times, from its name and the samples of all.
+    # Further figures of a provider, from its name and the samples of all providers.
     figures: Callable[[str, AllSamples], dict[str, Any]] = lambda name, samples: {}
-    # How results differ from float64, of those that are not timed.
+    # How wrong results differ from float64, by provider; these are not timed.
     faults: Mapping[str, str] = field(default_factory=dict)
     device: torch.device = CPU
     samples: dict[str, Samples] = field(default_factory=dict)
 
     def hand_over(self, benchmark: Any, provider: str) -> None:
-        """Hands over samples of a provider; fails or skips where its result was wrong."""
+        """Hands over a provider's samples; if its result was wrong, fails for ours, else skips."""
         if fault := self.faults.get(provider):
             if provider.startswith("tritonclip"):
                 pytest.fail(f"{provider}: {fault}")
@@ -71,7 +71,7 @@ class Comparison:
         hand_over(benchmark, self.samples.get(provider))
 
     def take_turns(self) -> AllSamples:
-        """Times all calls whose results are right, once."""
+        """Times all calls whose results are right, when it is first called."""
         ready = {name: call for name, call in self.calls.items() if name not in self.faults}
         if ready and not self.samples:
             calls = list(ready.values())
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def ratio(provider: str, samples: AllSamples, baselines: Iterable[str]) -> dict[str, Any]:
-    """The best baseline's time over that of a provider, paired, and which baseline it is."""
+    """The time of the best baseline over a provider's, paired, and the name of the baseline."""
     medians = {n: statistics.median(samples[n].walls) for n in baselines if n in samples}
     if not medians:
         return {}
@@ -91,6 +91,6 @@ def ratio(provider: str, samples: AllSamples, baselines: Iterable[str]) -> dict[
 
 
 def beside_torch(provider: str, samples: AllSamples) -> dict[str, float]:
-    """Host time of torch on the same tensors, and the share of it that a call takes, paired."""
+    """Torch's time on the same tensors, and a provider's time as a share of it, paired."""
     share = statistics.median(paired(samples[provider].walls, samples["torch"].walls))
     return {"torch_us": statistics.median(samples["torch"].walls), "share": share}

@@ -25,12 +25,12 @@ from bench.speed import compare
 from bench.workloads import PLANS, RULES, WORKLOADS, cases_of
 from tritonclip.backends import choose
 
-# Those of the last case, which many cases share: large ones fill the memory.
+# Only the last gradients are kept: successive cases share them, and large lists fill the memory.
 gradients_of = lru_cache(1)(Gradients)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-# Named in the provenance where installed.
+# Packages whose versions the provenance names, if they are installed.
 PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax")
-# The rows and the exit status of a run. The plugin writes no rows of cases that are not timed.
+# The rows and the exit status of a run; the plugin itself writes no rows of untimed cases.
 MEASURED = pytest.StashKey[list[Any]]()
 UNTIMED = pytest.StashKey[list[dict[str, Any]]]()
 EXIT_STATUS = pytest.StashKey[int]()
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"expected --device {' or '.join(DEVICES)}, got {', '.join(absent)}, and "
             "torch.cuda.is_available() is false: run this where there is a GPU"
         )
-    # As many columns as a terminal has.
+    # Columns that fit a terminal.
     columns = ["median", "iqr", "min", "rounds"]
     config.option.benchmark_columns = config.option.benchmark_columns or columns
     if config.option.benchmark_sort == "min":
@@ -65,11 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | None]:
-    """The providers of a case in a module of tests, and why some are not compared."""
+    """The providers of a case in a module of tests, each with the reason if it is not compared."""
     device, workload, dtype, rule, _ = case
     known, asked = module.PROVIDERS, option.provider
     if known is IN_PLACE:
-        # No backward pass makes the arrays of other frameworks.
+        # A plan with backward passes excludes other frameworks, whose arrays none of these makes.
         if option.plan == "frameworks" or (asked and option.plan != "training"):
             known = [*known, *FRAMEWORKS]
         known = [one for one in known if not asked or one.name in ("tritonclip", *asked)]
@@ -78,7 +78,7 @@ def providers_of(option: Any, module: Any, *case: str) -> dict[Provider, str | N
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cases of a plan, with the providers of each, for modules that have both."""
+    """Parametrizes the tests of modules with plans by the cases of the plan and their providers."""
     module, option = metafunc.module, metafunc.config.option
     if not hasattr(module, "PLANS"):
         return
@@ -106,7 +106,7 @@ def effort(request: pytest.FixtureRequest) -> Effort:
 
 @pytest.fixture(scope="session")
 def conditions(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What rows say of a plan; keeps other processes spinning where it says so."""
+    """The entries of a plan in each row; under the plan "busy" keeps other processes spinning."""
     plan = request.config.option.plan
     busy = (os.cpu_count() or 1) if plan == "busy" else 0
     with timing.busy_cores(busy):
@@ -118,7 +118,7 @@ def conditions(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 def comparison(
     request: pytest.FixtureRequest, effort, conditions, device, workload, dtype, rule, step
 ) -> Comparison:
-    """The providers of a case, checked; they are timed when the first of its tests runs."""
+    """The checked providers of a case, which are timed when the first of its tests runs."""
     gradients = gradients_of(WORKLOADS[workload], dtype, torch.device(device))
     case = device, workload, dtype, rule, step
     known = providers_of(request.config.option, request.module, *case)
@@ -128,7 +128,7 @@ def comparison(
 
 @pytest.fixture
 def add_untimed(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any], None]:
-    """Adds a row of figures, without times, to those of the run."""
+    """Adds a row of figures without times to the rows of the run."""
 
     def add(figures: dict[str, Any]) -> None:
         hand_over(benchmark, None)
@@ -141,7 +141,7 @@ def add_untimed(request: pytest.FixtureRequest, benchmark: Any) -> Callable[[Any
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    """Adds the library's versions and the device; takes away the clock rate of the moment."""
+    """Adds versions and the device, and drops the CPU's clock rate, which changes all the time."""
     cpu = machine_info["cpu"]
     machine_info["cpu"] = {name: cpu.get(name) for name in ("brand_raw", "count")}
     device = torch.device((config.option.device or DEVICES)[-1])
@@ -166,22 +166,22 @@ def pytest_benchmark_update_machine_info(
 
 
 def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
-    """Rows that were written before are no change of the code."""
+    """Marks a commit with changes as dirty, unless only results changed."""
     command = "git status --porcelain --untracked-files=no -- :/ ':/!bench/results'"
     commit_info["dirty"] = bool(subprocess.getoutput(command))
 
 
 @pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
-    """Comes before the plugin writes its JSON."""
+    """Keeps the exit status before the plugin writes its JSON."""
     session.config.stash[EXIT_STATUS] = int(exitstatus)
     return (yield)
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Notes the command, and how the run ended: the report takes whole runs without a failure.
+    """Adds untimed rows, the command and the exit status.
 
-    Rows that are not timed come first.
+    The report takes only whole runs without a failure.
     """
     output_json["benchmarks"] = [*config.stash[UNTIMED], *output_json["benchmarks"]]
     given = [one for one in sys.argv[1:] if not one.startswith("--benchmark-json")]
@@ -197,7 +197,7 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Ratios first."""
+    """Prints the ratios to torch before the plugin's tables."""
     groups: dict[str, list[report.Row]] = {}
     for one in config.stash[MEASURED]:
         row = report.flat(one)

@@ -1,4 +1,4 @@
-"""Models that benchmarks train: whole ones of public architectures, and parts of small ones."""
+"""Models that benchmarks train: public architectures, and layers for small networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dense(*widths: int, between: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, and scores from its last state, or from each of its states."""
+    """A recurrent layer with scores from its last state or, with `each`, from all states."""
 
     def __init__(self, layer: nn.Module, width: int, outputs: int, *, each: bool) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Twelve layers over vectors that `first` makes of the input, with learned positions."""
+    """Twelve encoder layers on vectors that `first` makes of the input, with learned positions."""
 
     def __init__(self, first: nn.Module, length: int, width: int, heads: int, outputs: int) -> None:
         super().__init__()
@@ -44,19 +44,19 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scores of each vector."""
         vectors = self.first(x)
-        # Of the patches of an image: a vector each.
+        # The patches of an image become a sequence of vectors.
         vectors = vectors.flatten(2).transpose(1, 2) if vectors.dim() == 4 else vectors
         return self.last(self.layers(vectors + self.positions))  # type: ignore[no-any-return]
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int) -> list[nn.Module]:
-    """A convolution without bias, and its normalization."""
+    """A convolution without bias, and batch normalization."""
     layer = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     return [layer, nn.BatchNorm2d(outputs)]
 
 
 class Residual(nn.Module):
-    """Convolutions, given as for `convolution`, beside their input (He et al. 2016)."""
+    """Convolutions with a shortcut (He et al. 2016); a size has the arguments of `convolution`."""
 
     def __init__(self, *sizes: tuple[int, int, int, int], normalized: bool) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Residual(nn.Module):
             self.outer = nn.Sequential(*projection[: 2 if normalized else 1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the input to what the convolutions make of it."""
+        """Adds the shortcut to the output of the convolutions."""
         return torch.relu(self.inner(x) + self.outer(x))
 
 
 def resnet20(*, normalized: bool = False) -> nn.Module:
-    """ResNet-20 for CIFAR-10 (He et al. 2016), its projections with normalization or without."""
+    """ResNet-20 for CIFAR-10 (He et al. 2016); its projections may be normalized."""
     widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     stem = *convolution(3, 16, 3, 1), nn.ReLU()
     blocks = [
@@ -89,7 +89,7 @@ def resnet50() -> nn.Module:
     stem = *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     blocks, inputs = list[nn.Module](), 64
     for width in [64] * 3 + [128] * 4 + [256] * 6 + [512] * 3:
-        # The first block of every stage but the first halves the image.
+        # The first block of each stage, except the first stage, halves the image.
         middle = (width, width, 3, 2 if inputs == 2 * width else 1)
         sizes = (inputs, width, 1, 1), middle, (width, 4 * width, 1, 1)
         blocks.append(Residual(*sizes, normalized=True))
@@ -106,7 +106,7 @@ def lenet5() -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    """A language model of characters: two layers of LSTM."""
+    """A character-level language model with two layers of LSTM."""
     return nn.Sequential(
         nn.Embedding(96, 256), Recurrent(nn.LSTM(256, 256, 2, batch_first=True), 256, 96, each=True)
     )
@@ -125,7 +125,7 @@ def vit() -> nn.Module:
 
 
 class Model(NamedTuple):
-    """A model, and its input for so many examples."""
+    """A function that makes a model, and one that draws an input of some examples."""
 
     make: Callable[[], nn.Module]
     draw: Callable[[int], Tensor]

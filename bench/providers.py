@@ -1,11 +1,11 @@
 """Providers that are compared: tritonclip, and the functions that users have instead.
 
-A provider is asked for an `Entry` for given gradients, rule and limit; nothing but its `call` is
-timed. Those of IN_PLACE change the gradients; those of OUT_OF_PLACE return new ones, where the
-baselines are idioms of users of PyTorch, as nothing of torch.nn.utils clips out of place.
+A provider makes an `Entry` for given gradients, rule and limit; only its `call` is timed. Providers
+of IN_PLACE change the gradients. Providers of OUT_OF_PLACE return new ones; their baselines are
+idioms of PyTorch's users, because nothing of torch.nn.utils clips out of place.
 
-Other frameworks are compared on a CPU, each in its idiom, on its arrays, which are filled from
-torch's outside the clock. None of these hold torch's memory.
+Other frameworks are compared on a CPU, each in its idiom and on its own arrays. These are filled
+from torch's tensors outside the clock, and share no memory with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.accuracy import EPS, OURS, Gradients
 from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
-# Norms of others may be off by this much, torch's are by up to 1% on a CPU.
+# Norms of others may be off by this much; those of torch are off by up to 1% on a CPU.
 LENIENT = 0.05
 
 
@@ -35,11 +35,11 @@ class Entry(NamedTuple):
     """One provider, ready to clip given gradients."""
 
     call: Callable[[], Any]  # All that is timed.
-    refill: Callable[[], Any]  # Gives the gradients that calls write their first values.
+    refill: Callable[[], Any]  # Restores the first values of gradients that calls write.
     result: Callable[[Any], tuple[Sequence[Tensor], Any]]  # Gradients, and norms or None.
 
 
-# From gradients, a rule and a limit.
+# Makes an entry from gradients, a rule and a limit.
 Make = Callable[[Gradients, str, float], Entry]
 
 
@@ -49,19 +49,19 @@ class Provider(NamedTuple):
     name: str
     make: Make
     rules: Sequence[str] = CLIPS
-    baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
-    jits: bool = False  # Unrolls a list: left out where that takes it minutes.
-    eps: float = EPS  # Added to a norm before a limit is divided by it.
-    modules: Sequence[str] = ()  # All that it needs beside torch.
+    baseline: bool = False  # One of torch's ways; ratios are those of the fastest way.
+    jits: bool = False  # Compiles an unrolled list: left out if that takes minutes.
+    eps: float = EPS  # Added to a norm before the limit is divided by it.
+    modules: Sequence[str] = ()  # The packages that it needs beside torch.
     dtypes: Sequence[str] = DTYPES
 
     @property
     def tolerance(self) -> float:
-        """Largest relative error of norms and gradients that is let pass."""
+        """The largest relative error of norms and gradients that is accepted."""
         return OURS if self.name == "tritonclip" else LENIENT
 
     def why_absent(self, workload: Workload, dtype: str, device: str) -> str | None:
-        """Why it is not compared on a list of gradients; None where it is."""
+        """Why the provider is not compared on a list of gradients; None if it is."""
         n = len(workload.shapes)
         missing = [module for module in self.modules if not find_spec(module)]
         reasons = {
@@ -74,14 +74,14 @@ class Provider(NamedTuple):
 
 
 def sgd_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """SGD of zeros."""
+    """SGD of parameters, which become zeros."""
     with torch.no_grad():
         torch._foreach_zero_(parameters)
     return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
 
 
 def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") -> Entry:
-    """An entry that clips and returns norms or None, after a step where the rule says so."""
+    """An entry whose call clips, takes a step if the rule is "step", and returns norms or None."""
     call = clip
     if rule == "step":
         sgd = sgd_of(gradients.parameters)
@@ -95,7 +95,7 @@ def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") 
 
 
 BY_NORM: Any = tritonclip.ClipByGlobalNorm
-# The least norm of weights.
+# A smaller norm of a unit's weights counts as this one.
 LEAST = 1e-12
 OUR_RULES = {"norm": BY_NORM, "step": BY_NORM, "largest": partial(BY_NORM, norm_type=math.inf)}
 OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm}
@@ -112,7 +112,7 @@ def _norm_of_units(x: Tensor) -> Any:
 
 
 def _units(gradients: Gradients, limit: float) -> Entry:
-    """As timm's `adaptive_clip_grad` does it (timm/utils/agc.py), with another least norm."""
+    """Clips like timm's `adaptive_clip_grad` (timm/utils/agc.py), with another least norm."""
     parameters = gradients.parameters
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ def _units(gradients: Gradients, limit: float) -> Entry:
 
 
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Each gradient by its own norm takes a call each, or the foreach functions that torch uses."""
+    """Torch's functions; by each norm, a call for each gradient or torch's foreach functions."""
     if rule == "unit":
         return _units(gradients, limit)
     parameters, order = gradients.parameters, math.inf if rule == "largest" else 2.0
@@ -141,7 +141,7 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
             return clip_grad_norm_(parameters, limit, order, foreach=foreach)
         if not foreach:
             return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
-        # From the parameters, as all that are compared.
+        # The gradients are read from the parameters, as all providers do.
         grads = [p.grad for p in parameters if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(grads))
         torch._foreach_mul_(grads, list((limit / (norms + EPS)).clamp_(max=1.0).unbind()))
@@ -151,7 +151,7 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
 
 
 def _out_of_place(clip: Callable[[list[Tensor], str, float], Any]) -> Make:
-    """From a function that returns new gradients, and norms or None."""
+    """Makes entries of a function that returns new gradients, and norms or None."""
 
     def make(gradients: Gradients, rule: str, limit: float) -> Entry:
         call = partial(clip, gradients.grads, rule, limit)
@@ -169,7 +169,7 @@ def _functional(grads: list[Tensor], rule: str, limit: float) -> Any:
 
 
 def _foreach(grads: list[Tensor], rule: str, limit: float) -> Any:
-    """As someone writes it who knows torch's foreach functions."""
+    """Clips as a user who knows torch's foreach functions would."""
     if rule == "value":
         return torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -limit), limit), None
     norms = torch.stack(torch._foreach_norm(grads))
@@ -180,7 +180,7 @@ def _foreach(grads: list[Tensor], rule: str, limit: float) -> Any:
 
 
 def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
-    """As someone writes it first: an expression for each gradient."""
+    """Clips as most users would at first, with an expression for each gradient."""
     if rule == "value":
         return [grad.clamp(-limit, limit) for grad in grads], None
     if rule == "gradient":
@@ -194,7 +194,7 @@ def _foreign(gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack
     """An entry on arrays of another framework: `clip` returns them, and norms or None, finished.
 
     `fill` makes an array from a tensor, `view` a tensor from an array. With `keep` the next call
-    goes on with the clipped arrays, else with the first ones, which then are never written.
+    goes on with the clipped arrays, otherwise with the first ones, which are then never written.
     """
     arrays: list[Any] = []
 
@@ -214,7 +214,7 @@ def _foreign(gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack
 
 
 def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Eager, like torch: the functions return new tensors."""
+    """TensorFlow's eager functions, which return new tensors."""
     tf = import_module("tensorflow")
     tf.config.set_soft_device_placement(True)
     dlpack = tf.experimental.dlpack
@@ -242,7 +242,7 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     paddle.set_device("cpu")
     by = {"norm": "GlobalNorm", "value": "Value", "gradient": "Norm"}
     run = getattr(paddle.nn, f"ClipGradBy{by[rule]}")(limit)
-    # All that is read of a parameter.
+    # The classes read only these attributes of a parameter.
     parameter = SimpleNamespace(need_clip=True, name="parameter", process_mesh=None)
 
     def clip(arrays: list[Any]) -> Any:
@@ -254,7 +254,7 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 
 def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Under jit, with its arguments donated, as in a training step, or out of place."""
+    """Optax under jit, with donated arguments as in a training step, or out of place."""
     jax, optax = import_module("jax"), import_module("optax")
     transform = {"norm": optax.clip_by_global_norm, "value": optax.clip}[rule](limit)
 

@@ -1,12 +1,12 @@
 """Tables and figures in README and docs, from committed JSON of pytest-benchmark.
 
-`python -m bench.report` writes them; `--check` writes nothing, and fails where one is stale. Tables
-stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/, from the rows of
-bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers). Headlines
-stand between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md and docs/index.md. Figures
-lie beside the rows, as NAME-RULE.svg, in the colours of the reader's scheme; NAME-RULE-dark.svg,
-where a page names it, is always for a dark one. Rows are written back without what no table shows:
-samples, and other providers.
+`python -m bench.report` writes them; `--check` writes nothing, and fails if one is stale. Tables
+stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/, and have the rows of
+bench/results/NAME.json (with `<!-- bench:NAME providers -->`, the times of all providers).
+Headlines stand between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md and docs/index.md.
+Figures lie beside the rows as NAME-RULE.svg, in the colours of the reader's scheme; if a page names
+NAME-RULE-dark.svg, this one is always dark. Rows are written back without samples and, unless a
+table shows them, without other providers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.workloads import BY, CLIPS, TWO, WORKLOADS, named
 
-# The markers that pages have.
+# The markers of each kind of page.
 PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
 PAGES |= {"docs/index.md": "speed:NAME"}
 SECTION = re.compile(
@@ -34,13 +34,13 @@ SECTION = re.compile(
 CASE = ("workload", "dtype", "rule", "step")
 # Tables with more rows are folded.
 LONG = 10
-# From the pages of docs/performance/.
+# The path to the results from the pages of docs/performance/.
 TO_RESULTS = "../../bench/results"
-# Provenance that a page shows above the fold, and a figure; that only the plugin's JSON has.
+# Provenance that figures and folded summaries show; provenance that only the plugin's JSON keeps.
 SHORT = ("cpu", "device", "threads", "torch", "commit", "date")
 OF_PLUGIN = re.compile("node|processor|release|python_(build|compiler|impl.*)")
 STATS = ("median", "q1", "q3", "rounds", "iterations")
-# Parts of a case, and figures, in the order of a table.
+# The parts of a case, then the figures, in the order of a table.
 PARTS = (
     *("workload", "model", "dtype", "rule", "step", "layout", "provider", "path", "call"),
     *("feature", "list", "tensors"),
@@ -51,39 +51,39 @@ COLUMNS = (
     *("baseline", "over_us", "torch_us", "share", "floor_us", "us_per_tensor", "clip_us"),
     *("step_share", "extra_mb"),
 )
-# Where it is not the name.
+# The headings that differ from the names of the columns.
 HEADINGS = {"workload": "gradients", "rule": "by", "feature": "a step with", "baseline": "over"}
 HEADINGS |= {"share": "of torch", "step_share": "of the step", "extra_mb": "extra MB"}
 HEADINGS |= {"us_per_tensor": "us a tensor"}
 FORMATS = {"norm_error": ".0e", "truth": ".7g", "norm": ".7g", "step_share": ".2%"}
 FORMATS |= dict.fromkeys(("ratio", "share", "us_per_tensor"), ".2f")
-# Of ours and of torch, in tables of a GPU.
+# The columns of a GPU's tables with our figure and torch's.
 ON_GPU = (
     ("GPU us", "device_us", ",.1f"),
     ("host us", "host_us", ",.0f"),
     ("launches", "launches", ""),
 )
-# Advice is close to the best limit where its regret is no more than this share of what that gains.
-# A loss is lower than another one by so many standard errors, and by this share of the lower one.
+# Advice is close to the best limit if it loses at most this share of what that limit gains. A loss
+# is lower than another by more than so many standard errors, and than this share of the lower one.
 CLOSE, ERRORS, CLEAR = 0.25, 2.0, 0.03
-# Advice of the first table, the first of it in each table; and advice whose limit is shown.
+# Advice in the first table, of which the first is in every table; and advice whose limit is shown.
 SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
 LIMITED = ("best of the grid", "suggest", "find")
 # Colours are those of the figure's style, with one short name for its font.
 STYLE = ("tritonclip.advice.figures", {"font.family": "DejaVu Sans"})
-# Text, lines and grid of a figure where the page around it is dark.
+# Colours of text, lines and grid on a dark page.
 DARK = (
     "text{fill:#e6e6e6} [style*='stroke: #000000']{stroke:#e6e6e6 !important}"
     " [style*='stroke: #e6e6e6']{stroke:#444444 !important}"
 )
 COLOURS = {"float32": "C0", "bfloat16": "C4", "float16": "C5", "mixed": "C3", "float64": "C2"}
 MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
-# A benchmark of the JSON: parameters, extra information and microseconds, by name.
+# A benchmark of the JSON, with parameters, extra information and microseconds by name.
 Row = dict[str, Any]
 
 
 def flat(benchmark: dict[str, Any]) -> Row:
-    """One benchmark; `us` is the median of its time, beside quartiles, where it was timed."""
+    """The row of a benchmark; if it was timed, `us` is its median, and its quartiles are there."""
     stats = benchmark.get("stats", benchmark)
     found = {"test": benchmark["name"].partition("[")[0]}
     times = {"us": "median", "us_lo": "q1", "us_hi": "q3"}
@@ -92,9 +92,9 @@ def flat(benchmark: dict[str, Any]) -> Row:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON of a whole run without a failure, of what tables are made of; else a message.
+    """Reads the JSON of a whole run without a failure, or exits; keeps only what tables need.
 
-    Numbers have seven digits: more than any clock has, and as many as a float32 norm.
+    Numbers are rounded to seven digits, as many as a float32 norm has and more than any clock.
     """
     if not path.exists():
         sys.exit(f"{path} does not exist: measure first, with --benchmark-json={path}")
@@ -122,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def origin(record: dict[str, Any]) -> dict[str, Any]:
-    """Where rows were measured; the command as code, whose dashes a page leaves as they are."""
+    """Where rows were measured; the command is formatted as code, so that its dashes stay."""
     machine, commit = dict(record["machine_info"]), record["commit_info"]["id"]
     cpu, system, kind = (machine.pop(name) for name in ("cpu", "system", "machine"))
     found = {"command": f"`{record['command']}`", "date": record["datetime"].partition("T")[0]}
@@ -133,12 +133,12 @@ def origin(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """Provenance in one line; all of it where none is named."""
+    """The named entries of a provenance, or all of them, in one line."""
     return ", ".join(f"{name} {origin[name]}" for name in names or origin)
 
 
 def dumped(record: dict[str, Any], whole: bool) -> str:
-    """JSON with a row a line; of other providers if `whole`."""
+    """JSON with one row on each line; the rows of other providers only if `whole`."""
     rows = ",\n".join(
         json.dumps(one, allow_nan=False, separators=(",", ":"))
         for one in record["benchmarks"]
@@ -160,7 +160,7 @@ def ratio_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def ratio_cell(row: Row) -> str:
-    """A ratio with quartiles, and a word where it is a loss."""
+    """A ratio with quartiles, marked if we are slower."""
     ratio, low, high = (row[f"ratio{end}"] for end in ("", "_lo", "_hi"))
     slower = " slower" if round(ratio, 2) < 1 else ""
     return f"{ratio:.2f}x{slower} ({low:.2f} to {high:.2f})"
@@ -172,7 +172,7 @@ def time_cell(row: Row) -> str:
 
 
 def cell(row: Row, name: str) -> str:
-    """One figure with its quartiles and goal; empty where nothing was measured."""
+    """A figure with its quartiles and goal; empty if nothing was measured."""
     value = row.get(name)
     if value is None or isinstance(value, str):
         return value or ""
@@ -187,7 +187,7 @@ def cell(row: Row, name: str) -> str:
 
 
 def markdown(lines: Sequence[dict[str, str]]) -> str:
-    """A table of lines, each a text by heading; without columns that are empty."""
+    """A table without empty columns; each line has its texts by heading."""
     columns = dict.fromkeys(name for one in lines for name in one)
     shown = [name for name in columns if any(one.get(name) for one in lines)]
     texts = [shown, ["---"] * len(shown), *([one.get(name, "") for name in shown] for one in lines)]
@@ -195,12 +195,12 @@ def markdown(lines: Sequence[dict[str, str]]) -> str:
 
 
 def folded(title: str, *parts: str) -> str:
-    """Parts of a page that a reader opens."""
+    """Parts of a page that are folded until the reader opens them."""
     return "\n\n".join([f"<details>\n<summary>{title}</summary>", *parts, "</details>"])
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row a case, a table for the cases with the same parts; folded where they are long."""
+    """A table for each kind of case, with a row for each case; folded if there are many rows."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         line = {HEADINGS.get(name, name.replace("_", " ")): cell(row, name) for name in COLUMNS}
@@ -212,7 +212,7 @@ def table(rows: Sequence[Row]) -> str:
 def pivot(
     rows: Sequence[Row], parts: Sequence[str], column: str, cell: Callable[[Row], str]
 ) -> str:
-    """A table of cases by parts, and a column."""
+    """A table with a row for each combination of parts, and a column for each value of `column`."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         own = {HEADINGS.get(part, part): named(part, row[part]) for part in parts}
@@ -248,7 +248,7 @@ def spread(rows: Sequence[Row], rule: str) -> str:
 
 
 def headline(origin: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Shares of a training step, ratios over processes, or medians and ranges by norm and value."""
+    """A summary: shares of a training step, ratios over processes, or ratios by norm and value."""
     if "model" in rows[0]:
         table = pivot(rows, ["model"], "provider", lambda row: f"{row['step_share']:.1%}")
         return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
@@ -309,7 +309,7 @@ def middle(values: Sequence[float]) -> str:
 
 
 def in_counts(rows: Sequence[Row]) -> str:
-    """In how many tasks each kind of advice is close to the best limit, or worse than none."""
+    """Counts the tasks in which advice is close to the best limit, or worse than none."""
     own = {(row["task"], row["advice"]): row["losses"] for row in rows}
     tasks = unique(rows, "task")
     best, none = ({t: own[t, one] for t in tasks} for one in ("best of the grid", "no clipping"))
@@ -335,7 +335,7 @@ def in_counts(rows: Sequence[Row]) -> str:
 
 
 def is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether losses are lower than others of the same seeds, in means and beyond noise."""
+    """Whether the mean loss is lower than another one of the same seeds, by more than noise."""
     differences = [b - a for a, b in zip(losses, others, strict=True)]
     n, gain = len(differences), statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
@@ -344,7 +344,7 @@ def is_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """A summary and the first figure; folded, the others and a table with a row for each case."""
+    """A summary and the first figure; then, folded, other figures and a table of all cases."""
     ours = ratio_rows(rows)
     yield "\n".join([summary(rows), *(f"- {spread(rows, rule)}." for rule in drawn(ours))])
     first, *others = [
@@ -375,19 +375,19 @@ def case_of(row: Row) -> tuple[str, ...]:
 
 
 def drawn(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each figure, by rule: others are measured on few lists."""
+    """The rows of each figure, by rule; further rules are measured on too few lists."""
     by_rule = {rule: [row for row in rows if row["rule"] == rule] for rule in CLIPS}
     return {rule: own for rule, own in by_rule.items() if own}
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """The text in a figure that names the rows it shows, so that a stale one is found."""
+    """The text in a figure that identifies its rows, so that a stale figure is found."""
     text = json.dumps(rows, sort_keys=True)
     return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
-    """Draws our ratios by one rule as SVG: a line a workload, the dtypes side by side on it."""
+    """Draws our ratios by one rule as SVG, with a line for each workload and marks for dtypes."""
     from matplotlib import style
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -416,7 +416,7 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
                     offset = beside[name].index(dtype) - (len(beside[name]) - 1) / 2
                     ys.append(names.index(name) + 0.16 * offset)
                 if own:
-                    # One line for all quartiles, with gaps.
+                    # One line with gaps shows all quartiles.
                     xs = [x for r in own for x in (r["ratio_lo"], r["ratio_hi"], math.nan)]
                     axes.plot(xs, [y for y in ys for _ in range(3)], color=colour, linewidth=1.2)
                     form = {"color": colour, "marker": MARKERS[dtype], "linestyle": ""}
@@ -440,11 +440,11 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
 
 
 def write(root: Path, check: bool = False) -> list[Path]:
-    """Writes pages, figures and rows below a folder, or names those that are stale."""
+    """Writes pages, figures and rows of a folder; with `check`, returns those that are stale."""
     texts, figures = dict[Path, str](), dict[Path, tuple[list[Row], str]]()
 
     def filled(match: re.Match[str]) -> str:
-        """A section with its markers; notes the rows and figures that it shows."""
+        """Returns a section with its markers, and notes the rows and figures that it shows."""
         start, kind, name, of_providers, end = match.groups()
         path = root / "bench" / "results" / f"{name}.json"
         record = read(path)
@@ -485,7 +485,7 @@ def write(root: Path, check: bool = False) -> list[Path]:
 
 
 def main() -> None:
-    """Ends with 1 where something is stale, or nothing may be made."""
+    """Exits with status 1 if something is stale, or if nothing can be written."""
     parser = argparse.ArgumentParser("python -m bench.report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail where stale")
     if stale := write(Path(__file__).parents[1], parser.parse_args().check):

@@ -1,8 +1,8 @@
-"""Samples of the time of calls, taken in turn: each round has every call once, so that they pair.
+"""Samples of the times of calls that take turns: each round has one sample of every call.
 
-Ratios within rounds hold on a machine that other work slows down for a while. All times are in
-microseconds. Wall: from the call to when all its work is done. Host: from the call, on an idle
-queue, to its return.
+Ratios within rounds hold even while other work slows the machine down. All times are in
+microseconds. Wall time is from a call to when all its work is done; host time is from a call, on
+an idle queue, to its return.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
-# Each by its own time: one call between long ones of others would find its code out of cache.
+# A sample has as many calls on a CPU as take about this long, so that the cost of the clock
+# vanishes. A single short call between long ones of others would find its code out of cache.
 SAMPLE_US, MOST_CALLS = 1000.0, 50
-# Rounds before the first sample; the first of them warms up, the others tell the usual time.
+# Rounds before the first sample; the first one warms up, and the others measure the usual time.
 WARM_UP = 4
 
 
 class Timed(NamedTuple):
-    """A call, and how to prepare it outside the clock; None where nothing has to be prepared."""
+    """A call, and its preparation outside the clock, if there is any."""
 
     call: Callable[[], Any]
     prepare: Callable[[], Any] | None = None
 
     def prepared(self) -> Callable[[], Any]:
-        """The call, after its preparation."""
+        """Prepares the call and returns it."""
         if self.prepare is not None:
             self.prepare()
         return self.call
 
 
 class Samples(NamedTuple):
-    """Microseconds a call, one number a sample, the mean of `n_calls`."""
+    """Microseconds a call; each sample is the mean of `n_calls`."""
 
     walls: list[float]
     hosts: list[float]
@@ -71,8 +71,8 @@ def clock_us() -> float:
 
 
 def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float, float]:
-    """Host and wall time of a call, the mean of `n_calls`."""
-    # A call that is prepared has readings of the clock around it, whose own time is subtracted.
+    """Mean host and wall time of `n_calls`."""
+    # Each call with a preparation is timed alone, and the time of the clock is subtracted.
     n_readings, clock = (1, 0.0) if timed.prepare is None else (n_calls, clock_us())
     host = wall = 0
     for _ in range(n_readings):
@@ -97,11 +97,11 @@ def interleaved(
     most_calls: int = MOST_CALLS,
     warm_up: int = WARM_UP,
 ) -> list[Samples]:
-    """At least `n_samples` of each call, and more for some seconds.
+    """Takes at least `n_samples` of each call, and more until some seconds are over.
 
-    They are paired: each round goes through all calls in another order, so that whatever slows the
-    machine down for a while slows all of them. `warm_up` rounds come first: two or more. Garbage is
-    collected afterwards.
+    Samples are paired: each round goes through all calls in another order, so that whatever slows
+    the machine down for a while slows all of them. Two or more `warm_up` rounds come first. The
+    garbage collector is off meanwhile.
     """
     shuffle = random.Random(0)
     collects = gc.isenabled()

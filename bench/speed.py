@@ -1,8 +1,8 @@
 """A case of `test_clip` and `test_functional`: every provider is checked, then all are timed.
 
-A case is one gradient list, one rule, clipped or unclipped. Gradients are in cache where a list
-fits, but for the device time on a GPU, and so are code and plans, unless a backward pass comes
-before every call. Other frameworks choose their threads.
+A case is one gradient list and one rule, clipped or unclipped. Gradients that fit are in cache,
+except for the device time on a GPU, and so are code and plans, unless a backward pass comes before
+every call. Other frameworks choose their number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.samples import Timed, paired
 from bench.workloads import CLIPS
 from helpers.graphs import captured
 
-# Longer lists on a CPU stand beside torch.sum over as many bytes: the time to read them once.
+# Lists on a CPU with more bytes are compared with torch.sum over as many: the time to read them.
 SUMMED = 2**23
 
 
@@ -34,7 +34,7 @@ def compare(
     effort: Effort,
     conditions: dict[str, Any],
 ) -> Comparison:
-    """All providers of a case, checked; `conditions` are in each row ("after", "busy")."""
+    """Checks all providers of a case; each row has the `conditions` ("after", "busy")."""
     entries, faults, calls = dict[str, Entry](), dict[str, str](), dict[str, Timed]()
     device, in_training = gradients.device, "after" in conditions
     for one in providers:
@@ -66,7 +66,7 @@ def compare(
 
 
 def checked(provider: Provider, gradients: Gradients, rule: str, clipped: bool) -> Entry:
-    """A provider that was called once and is right; else WrongResultError."""
+    """Calls a provider once, and raises WrongResultError if its result is wrong."""
     limit = gradients.limit(rule, clipped)
     gradients.refill()
     if rule == "unit":

@@ -1,7 +1,7 @@
-"""Norms that are hard to get right, ours beside torch's.
+"""Our norms beside torch's on lists that are hard to measure.
 
-Elements whose squares single precision overflows or underflows on, norms that a half type cannot
-hold, long sums; and whether twenty calls give the same bits.
+Squares of their elements overflow or underflow in single precision, norms do not fit a half type,
+or sums are long. Twenty calls show whether results have the same bits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def gradients(workload: str) -> list[Tensor]:
 @pytest.mark.parametrize("provider", NORMS)
 @pytest.mark.parametrize("workload", HARD, scope="module")
 def test_accuracy(benchmark: Any, gradients: list[Tensor], provider: str) -> None:
-    """The error of a norm, and how many different results twenty calls give: of ours, one."""
+    """The error of a norm, and how many results of twenty calls differ; ours must not."""
     truth, norms, times = norm(gradients), [], []
     for _ in range(CALLS):
         start = perf_counter_ns()
@@ -70,7 +70,7 @@ def test_accuracy(benchmark: Any, gradients: list[Tensor], provider: str) -> Non
     if provider == "tritonclip":
         assert error <= OURS
         assert distinct == 1
-    # JSON has no number for inf and nan: they are text.
+    # JSON has no numbers for inf and nan, so they become text.
     found, off = (one if math.isfinite(one) else str(one) for one in (norms[0], error))
     benchmark.extra_info |= {"truth": truth, "norm": found, "norm_error": off}
     benchmark.extra_info["distinct"] = distinct

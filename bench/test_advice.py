@@ -1,7 +1,7 @@
 """How training goes under each kind of advice, beside no clipping and the best limit of a grid.
 
-Everything is judged on data that no step sees. A loss that is no lower than that of the untrained
-network counts as this one. Tasks are trained by as many processes as there are cores.
+Trainings are judged on data that no step sees. A training that ends no lower than the untrained
+network counts with that network's loss. As many processes as there are cores train the tasks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bench.comparison import hand_over
 from bench.samples import Samples
 from bench.trainings import TASKS
 
-# Of trainings that are judged.
+# The seeds of the trainings that are judged.
 SEEDS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
-    """What comes of all advice, for each task of the run."""
+    """The figures under all advice, for each task of the run."""
     config, items = request.config, request.session.items
     seeds = SEEDS[:1] if config.option.plan == "quick" else SEEDS
     chosen = {item.callspec.params.get("task") for item in items if hasattr(item, "callspec")}
@@ -38,7 +38,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]
 @pytest.mark.parametrize("advice", ADVICE)
 @pytest.mark.parametrize("task", TASKS)
 def test_advice(benchmark: Any, outcomes: dict[str, Future[Any]], task: str, advice: str) -> None:
-    """Losses at the end of training; the time is that of a training."""
+    """Losses at the end of trainings; the time is how long a training takes."""
     figures, seconds = outcomes[task].result()[advice]
     benchmark.extra_info |= figures
     hand_over(benchmark, Samples([one * 1e6 for one in seconds], [], 1))

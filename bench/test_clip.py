@@ -1,7 +1,7 @@
 """tritonclip in place, beside torch.nn.utils and others, by gradient list, rule and step.
 
-A test fails where a result of ours differs from float64; another provider's wrong result is not
-timed, and its test is skipped.
+A test fails if our result differs from float64. If another provider's does, it is not timed, and
+its test is skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench import workloads
 from bench.comparison import Comparison
 from bench.providers import IN_PLACE
 
-# Warnings of a library that is compared are errors in the tests of this one.
+# In the tests of this library, warnings of a compared library would be errors.
 pytestmark = pytest.mark.filterwarnings("default")
 PROVIDERS, PLANS = IN_PLACE, workloads.PLANS
 

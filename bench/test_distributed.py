@@ -1,13 +1,13 @@
 """Clipping over several processes; needs no GPU.
 
-Layouts: four gloo processes hold the same gradients in several layouts. Each provider clips them,
-and a row says how many collectives that took (torch's CommDebugMode counts them), how far the norm
-is from the float64 norm of the full gradients, and else its outcome: no norm, or another one in
-every process. Where a provider is known to wait for ever, it is not run. Nothing is timed.
+Layouts: four gloo processes hold the same gradients in several layouts, and each provider clips
+them. A row has the number of collectives (which torch's CommDebugMode counts) and the error of the
+norm against the float64 norm of the full gradients, or else the outcome, such as a norm that
+differs by process. A provider that is known to wait for ever is not run. Nothing is timed.
 
-Shards: time of a call on shards of 64 elements, in turn with torch's on the same tensors, over
-two gloo processes on one machine, as the first one sees it, and on the host alone: one process of a
-group of eight that does nothing.
+Shards: the time of a call on shards of 64 elements, in turn with torch's on the same tensors. It is
+measured over two gloo processes on one machine, in the first of them, and on the host alone, in one
+process of a group of eight whose collectives do nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from helpers.spread import collectives_of, mesh_of, parameter, whole, with_parti
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
 SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
 OF_TWO = (300, 1000)
-# Of torch's host time on as many DTensors.
+# The goal: a share of torch's host time on as many DTensors.
 SHARE = 0.25
 MAX_NORM = 1e-3
 
@@ -63,11 +63,11 @@ def _two_meshes() -> list[Any]:
 
 
 def _experts() -> Any:
-    """Of a layer, on both dimensions of a mesh."""
+    """The experts of a layer, sharded on both dimensions of a mesh."""
     return parameter((4, 16, 8), mesh_of(2, 2), [Shard(0), Shard(1)], seed=8)
 
 
-# Each makes the parameters of this process.
+# Functions that make the parameters of this process.
 LAYOUTS: dict[str, Callable[[], list[Any]]] = {
     "FSDP2": _fsdp2,
     "HSDP 2x2": lambda: _shards(mesh_of(2, 2), Replicate(), Shard(0)),
@@ -87,7 +87,7 @@ NOT_RUN = {"outcome": "hangs: not run"}
 
 
 def _accelerate(parameters, max_norm, norm_type):
-    """The method that it uses for FSDP2, which reads nothing of the object."""
+    """Calls Accelerate's method for FSDP2, which reads no attribute of the object."""
     from accelerate import Accelerator
 
     return Accelerator._clip_grad_norm_dtensor_aware(None, parameters, max_norm, norm_type)
@@ -105,7 +105,7 @@ def _order(layout: str) -> float:
 
 
 def figures_of(name: str, provider: str) -> dict[str, Any]:
-    """Of one call; the error only of a norm that every process has."""
+    """Figures of one call; the error is given only if every process has the same norm."""
     if (name, provider) in HANGS:
         return NOT_RUN
     parameters, order = LAYOUTS[name](), _order(name)
@@ -128,16 +128,16 @@ def figures_of(name: str, provider: str) -> dict[str, Any]:
 
 
 def measure(layout: str) -> dict[str, Any]:
-    """Figures of all providers of a layout, in every process of a group."""
+    """Measures all providers on a layout; every process of a group calls it."""
     providers = [one for one in CLIPS if one != "accelerate" or find_spec(one)]
     return {one: figures_of(layout, one) for one in providers}
 
 
 def times_of(tensors: int, n_samples: int) -> dict[str, Any]:
-    """Microseconds of calls on as many shards, in turn, in every process of a group."""
+    """Microseconds of calls on some shards, in turn; every process of a group calls it."""
     parameters = _rows(mesh_of(dist.get_world_size()), tensors)
     found: dict[str, Any] = {one: [] for one in ("torch", "tritonclip")}
-    # The first calls prepare what later ones find.
+    # The first calls warm up.
     for number in range(n_samples + 3):
         for one, times in found.items():
             dist.barrier()
@@ -168,12 +168,12 @@ def _serve(
 
 @pytest.fixture(scope="module")
 def found(layout: str, tmp_path_factory: Any) -> Any:
-    """Figures that four processes measure of a layout."""
+    """The figures of a layout, which four processes measure."""
     return spawned(tmp_path_factory.mktemp("layout"), N_PROCESSES, measure, layout)
 
 
 def spawned(folder: Path, n_processes: int, measure: Callable[..., Any], *case: Any) -> Any:
-    """What the first of several processes measures."""
+    """Measures in several processes, and returns the result of the first one."""
     spawn(_serve, (str(folder), n_processes, measure, *case), n_processes)
     return json.loads(Path(folder, "found.json").read_text())
 
@@ -193,7 +193,7 @@ def test_layout(
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[DeviceMesh]:
-    """The only process of a group that does nothing."""
+    """The mesh of a fake group, whose collectives do nothing; it has this process only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
@@ -202,7 +202,7 @@ def group() -> Iterator[DeviceMesh]:
 
 
 def share_of(tensors: int, provider: str, samples: AllSamples) -> dict[str, float]:
-    """Torch's host time and the share of it; the goal on a list of 1,000."""
+    """Torch's host time and our share of it; on a list of 1,000, also the goal."""
     goal = {"share_goal": SHARE} if tensors == 1000 else {}
     return beside_torch(provider, samples) | goal
 

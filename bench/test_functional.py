@@ -1,4 +1,4 @@
-"""tritonclip out of place, beside idioms of PyTorch: torch.nn.utils has none."""
+"""tritonclip out of place, beside idioms of PyTorch; torch.nn.utils clips in place only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The share of clipping in whole training steps of real models.
 
-A step is forward, backward, clip and AdamW on random data; the clock runs around the clip and
-around all of it. Models with equal weights take a step with each clip in turn, in another order in
-each round. Clips are called as in a training loop, with `model.parameters()`.
+A step is forward, backward, clip and AdamW on random data; both the clip and the whole step are
+timed. Models with equal weights, one for each clip, take steps in turn, in another order in each
+round. Clips are called as in a training loop, with `model.parameters()`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CLIPS: dict[str, Clip] = {
     "torch": torch.nn.utils.clip_grad_norm_,
     "tritonclip": tritonclip.clip_grad_norm_,
 }
-# Examples of a step.
+# The number of examples in a step.
 BATCHES = {"MLP 784-256-128-10": 64, "LeNet-5": 64, "ResNet-20": 32}
 BATCHES |= {"LSTM, 2 x 256": 16, "ViT-Ti/16": 4, "GPT-2 124M": 1}
-# Steps that are not counted, and how much longer than a call a model is measured.
+# The number of uncounted steps, and how much longer a model is measured than a call.
 WARM_UP, LONGER = 3, 30
 
 
@@ -55,7 +55,7 @@ class Step:
 def steps_of(
     model: str, examples: int, clips: Mapping[str, Clip], device: torch.device
 ) -> dict[str, Step]:
-    """Steps of equal models, by clip."""
+    """Steps of models with equal weights, by clip."""
     torch.manual_seed(0)
     first, inputs = MODELS[model].make().to(device), MODELS[model].draw(examples).to(device)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def steps_of(
 
 
 def take_turns(steps: Mapping[str, Step], effort: Effort, device: torch.device) -> AllSamples:
-    """Samples of steps, each with one of its clip."""
+    """Samples of steps; each step keeps a time of its clip for each sample."""
     calls = list(map(Timed, steps.values()))
     found = interleaved(calls, device, *effort, most_calls=1, warm_up=WARM_UP)
     for step in steps.values():
