@@ -78,7 +78,7 @@ LISTS = [
 
 
 def planned(grads: list[Tensor], plans: PlanCache) -> Gradients:
-    return Gradients(list(grads), grads[0].device, "tensors[{}]".format, cache=plans)
+    return Gradients(grads[0].device, "tensors[{}]".format).take_(list(grads), plans)
 
 
 def described(gradients: Gradients) -> list[tuple[object, ...]]:

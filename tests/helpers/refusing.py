@@ -57,7 +57,7 @@ def check_raises(
 def as_on_accelerator() -> Iterator[None]:
     """Where reading a number would wait for the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "can_read", lambda device: False)
+        patch.setattr(reduction, "host_decides", lambda device: False)
         yield
 
 

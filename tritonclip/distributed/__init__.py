@@ -1,1 +1,6 @@
-"""Gradients that lie over several processes: who holds which shard, and the norm of all shards."""
+"""Gradients that lie over several processes, in three ideas.
+
+domain       the processes that share a norm: `process_groups`
+shard        what lies here of a gradient: `shards`
+reduction    makes one norm of those of all shards: `reduction`
+"""

@@ -42,6 +42,11 @@ class Processes(NamedTuple):
     copies: Copies | None = None
     meshes: tuple[DeviceMesh, ...] = ()
 
+    def copies_of(self, parameters: Sequence[Tensor]) -> list[Any] | None:
+        """The user's number of each parameter, which is not checked yet."""
+        find: Any = self.copies.get if isinstance(self.copies, Mapping) else self.copies
+        return None if find is None else list(map(find, parameters))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
@@ -53,14 +58,21 @@ class Domain:
         inner: the number of processes in the meshes of the list.
         mesh_groups: the groups that reach the meshes: the first of `groups`, or none of them where
             the user's group holds the meshes.
+        one_list: they all have the same parameters, in the same order.
         uncovered: why shards of the list may lie outside; "" where they do not.
     """
 
     groups: tuple[ProcessGroup, ...]
     size: int
     inner: int
-    mesh_groups: tuple[ProcessGroup, ...] = ()
+    mesh_groups: tuple[ProcessGroup, ...]
+    one_list: bool = False
     uncovered: str = ""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes have shards, or may have."""
+        return bool(self.groups or self.uncovered)
 
     @property
     def by_mesh_first(self) -> bool:
@@ -102,7 +114,8 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
     here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
     groups, members, inner = _union(here)
     if process_group is None:
-        return Domain(groups, inner, inner, groups, _uncovered(meshes, members, inner))
+        uncovered = _uncovered(meshes, members, inner)
+        return Domain(groups, inner, inner, groups, one_list=True, uncovered=uncovered)
     if isinstance(process_group, DeviceMesh):
         chain, outer, _ = _union([process_group])
     else:

@@ -7,9 +7,10 @@ The norm of all shards is the root of the sum of weight * norm**p over all proce
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
 gradients that are there.
 
-    sharding = Sharding(parameters, grads, processes).locate(label_of)
-    sharding.shards[i].weight    1 / the processes that hold this shard
-    sharding.domain.groups       to be reduced over, one after the other
+    sharding = Sharding(parameters, grads, processes)
+    sharding.locate(label_of)
+    sharding.shards[position].weight    1 / the processes that hold this shard
+    sharding.domain.groups              to be reduced over, one after the other
 
 DTensors keep their spec from step to step, so a list that was met before is recognised by the
 identity of its specs, and need not be located again.
@@ -18,8 +19,7 @@ identity of its specs, and need not be located again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ _LINEAR = ("sum", "avg")
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
-class LocalShard(NamedTuple):
+class Shard(NamedTuple):
     """The shard of a gradient that a process holds.
 
     Attributes:
@@ -52,7 +52,7 @@ class LocalShard(NamedTuple):
 
 
 # Of a gradient that no other process has a part of.
-WHOLE_SHARD = LocalShard(1.0)
+WHOLE_SHARD = Shard(1.0)
 
 
 class Sharding:
@@ -61,24 +61,18 @@ class Sharding:
     Attributes:
         parameters: of each the spec of a DTensor, or the dtype of a plain tensor.
         grads: the same of each gradient; None of a missing one.
-        copies: the user's number of processes of each parameter; None for no number.
         group: the user's.
+        copies: the user's number of processes of each parameter; None for no number.
         meshes: of other lists that are clipped in the same step.
         domain: the processes that hold the list. This and all below are there once it is located.
-        positions: among the parameters, of the gradients that are there.
-        shards: of these gradients.
-        copied: position and mesh dimension where a gradient may be Partial: its parameter is copied
-            along it.
-        is_partial: flags for these, 1 or 0.
-        wide: a parameter is float64.
+        shards: of the gradients that are there, by the position of their parameter.
+        flags: 1 at a position and mesh dimension where a gradient is Partial, and 0 where one may
+            be, as its parameter is copied along it.
     """
 
     domain: Domain
-    positions: tuple[int, ...]
-    shards: tuple[LocalShard, ...]
-    copied: tuple[tuple[int, int], ...]
-    is_partial: tuple[int, ...]
-    wide: bool
+    shards: dict[int, Shard]
+    flags: dict[tuple[int, int], int]
 
     def __init__(
         self,
@@ -87,9 +81,8 @@ class Sharding:
         processes: Processes | None,
     ) -> None:
         self.parameters, self.grads = _specs_of(parameters), _specs_of(grads)
-        self.group, copies, self.meshes = processes or Processes()
-        find: Any = copies.get if isinstance(copies, Mapping) else copies
-        self.copies = None if find is None else list(map(find, parameters))
+        self.group, _, self.meshes = processes or Processes()
+        self.copies: list[Any] | None = None
         self._uploaded: dict[Any, Tensor] = {}
 
     def __hash__(self) -> int:
@@ -107,16 +100,14 @@ class Sharding:
         )
 
     @property
-    def is_spread(self) -> bool:
-        """Whether other processes have shards, or may have."""
-        return bool(self.domain.groups or self.domain.uncovered)
+    def is_wide(self) -> bool:
+        """Whether a parameter is float64."""
+        return any(
+            (spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)) in WIDE
+            for spec in self.parameters
+        )
 
-    @property
-    def one_list(self) -> bool:
-        """Whether every process of the domain has the same parameters, in the same order."""
-        return self.group is None
-
-    def locate(self, label_of: Callable[[int], str]) -> Sharding:
+    def locate(self, label_of: Callable[[int], str]) -> None:
         """Finds the domain from the parameters, then the shard of each gradient."""
         # Of tensors that are no parameters, the gradient is all there is.
         found = [mesh_of(a) or mesh_of(b) for a, b in zip(self.parameters, self.grads, strict=True)]
@@ -126,32 +117,24 @@ class Sharding:
         for at, copies in enumerate(self.copies or ()):
             if copies is not None:
                 check_copies(copies, self.domain, label_of(at))
-        # The same in all processes of a list.
-        self.copied = tuple(
-            (at, dim)
-            for at, spec in enumerate(self.parameters)
+        self.shards = {
+            at: self.shard(at, label_of) for at, spec in enumerate(self.grads) if spec is not None
+        }
+        # The same keys in all processes of a list.
+        self.flags = {
+            (at, dim): int(mesh_of(grad) is not None and grad.placements[dim].is_partial())
+            for at, (spec, grad) in enumerate(zip(self.parameters, self.grads, strict=True))
             if (mesh := mesh_of(spec)) is not None
             for dim, placement in enumerate(spec.placements)
             if placement.is_replicate() and mesh.size(dim) > 1
-        )
-        self.is_partial = tuple(
-            int(mesh_of(spec := self.grads[at]) is not None and spec.placements[dim].is_partial())
-            for at, dim in self.copied
-        )
-        self.wide = any(
-            (spec if mesh_of(spec) is None else getattr(spec.tensor_meta, "dtype", None)) in WIDE
-            for spec in self.parameters
-        )
-        self.positions = tuple(i for i, spec in enumerate(self.grads) if spec is not None)
-        self.shards = tuple(self.shard(i, label_of) for i in self.positions)
-        return self
+        }
 
     def shard(
         self,
         at: int,
         label_of: Callable[[int], str] = "parameters[{}]".format,
         sums: Sequence[int] = (),
-    ) -> LocalShard:
+    ) -> Shard:
         """The shard of the gradient at a position.
 
         A missing one is placed as its parameter, but Partial along the mesh dimensions `sums`.
@@ -160,7 +143,7 @@ class Sharding:
         if mesh_of(spec) is not None:
             if spec.mesh.get_coordinate() is None:
                 # A shard without elements, on a mesh of other processes.
-                return LocalShard(0.0)
+                return Shard(0.0)
             # Equal meshes may have groups of their own: a process without the gradient knows those
             # of the parameter's.
             mesh = mesh_of(self.parameters[at])
@@ -183,14 +166,7 @@ class Sharding:
         weight = n_shards / self.domain.inner
         if self.copies is not None and (copies := self.copies[at]) is not None:
             weight = 1.0 / copies if copies else 0.0
-        return LocalShard(weight, tuple(sums_over), divisor)
-
-    def of(self, indices: Sequence[int]) -> Sharding:
-        """How some of the gradients lie that are there."""
-        some = copy(self)
-        some.positions = tuple(self.positions[i] for i in indices)
-        some.shards = tuple(self.shards[i] for i in indices)
-        return some
+        return Shard(weight, tuple(sums_over), divisor)
 
     def upload(
         self, numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64

@@ -51,7 +51,7 @@ def _refuse_shards(gradients: Gradients, rule: Rule, sharding: Sharding) -> None
         )
     if rule.per_unit and gradients.tensors:
         _refuse_split(gradients)
-    if rule.per_gradient and not sharding.one_list:
+    if rule.per_gradient and not sharding.domain.one_list:
         raise ValueError(
             f"{rule.name} measures each gradient, and process_group does not say which "
             "tensors of its processes are pieces of one; expected DTensors without "

@@ -27,7 +27,7 @@ def _clip(grads: list[Tensor], names: str, numbers: list[float], nonfinite: str)
     `names` has the name of a gradient in each line. `numbers` are the two bounds of ClipByValue or
     the three arguments of ClipByGlobalNorm.
     """
-    gradients = Gradients(grads, grads[0].device, lambda index: names.split("\n")[index])
+    gradients = Gradients(grads[0].device, lambda index: names.split("\n")[index]).take_(grads)
     rule: Rule = rule_of(ClipByValue if len(numbers) == 2 else ClipByGlobalNorm, *numbers)
     norm = execute.clip_(gradients, rule, nonfinite)
     return grads[0].new_empty(0) if norm is None else norm

@@ -95,7 +95,7 @@ def clip_(
         )
         if nonfinite == "error":
             raise_if_nonfinite(norms, remedy, rule)
-        if plan.reduction is not None and has_user_limit(rule):
+        if plan.domain is not None and has_user_limit(rule):
             # A user's limit may raise on one process alone.
             ask_limits([(rule, norms)])
         if nonfinite == "error" and (rule.per_unit or has_user_limit(rule)):
@@ -312,8 +312,8 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
             error = error or found
     _, first = measured[0]
     device = first.gradients.device
-    assert first.plan.reduction is not None
-    domain = first.plan.reduction.domain
+    domain = first.plan.domain
+    assert domain is not None
     flags = torch.full((2,), float(error is not None), dtype=torch.float32, device=device)
     for _, norms in measured:
         if isinstance(norms.limit, Tensor):

@@ -7,17 +7,18 @@ is found, and its plan one with the shard of each gradient; see `tritonclip.dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from operator import attrgetter
 from sys import modules
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.backends.interface import Batch
-from tritonclip.distributed.process_groups import Processes, gather_objects
+from tritonclip.distributed.process_groups import Domain, Processes, gather_objects
 from tritonclip.distributed.shards import Sharding, are_sharded, local_tensors
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
@@ -32,7 +33,7 @@ from tritonclip.engine.arguments import (
     tensors_in,
     unnamed,
 )
-from tritonclip.engine.plan import Plan, empty_plan, make_plan, unique_indices
+from tritonclip.engine.plan import Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.reading import copy_of, write_back_
 from tritonclip.messages import join_names
@@ -49,7 +50,7 @@ def collect(
     cache: PlanCache = plans,
     device: torch.device | None = None,
 ) -> Gradients:
-    """Collects the gradients of tensors, a module, or named parameters; raises as `Gradients`.
+    """Collects the gradients of tensors, a module, or named parameters; raises as `take_`.
 
     `processes` hold the list between them where no DTensor says so. `device` is that of results
     where there is no parameter.
@@ -63,15 +64,13 @@ def collect(
             positions = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
             return names_at([positions[index]], parameters, label_of)[0]
 
-        grads, device = [p.grad for p in wanted], device or device_of(sources)
-        return _collect(
-            *(wanted, grads, label_of_wanted, processes, device),
-            *(cache, label_of, sources, parameters),
-        )
+        gradients = Gradients(device or device_of(sources), label_of, sources, parameters)
+        grads = [p.grad for p in wanted]
+        return _take_spread_(gradients, wanted, grads, label_of_wanted, processes, cache)
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     if device is None:
         device = sources[0].device if sources else torch.device("cpu")
-    return Gradients(tensors, device, label_of, sources, parameters, cache)
+    return Gradients(device, label_of, sources, parameters).take_(tensors, cache)
 
 
 def collect_tensors(
@@ -82,12 +81,11 @@ def collect_tensors(
     plain = _PLAIN_TENSOR.issuperset(map(type, items))
     if writes and not (plain and True not in map(_get_requires_grad, items)):
         refuse_parameters(items, label_of)
-    device = device_of(items)
+    gradients = Gradients(device_of(items), label_of)
     if plain and processes is None:
-        return Gradients(items, device, label_of)
-    gradients = _collect(items, items, label_of, processes, device, plans, label_of)
+        return gradients.take_(items)
     gradients.may_be_part = not writes
-    return gradients
+    return _take_spread_(gradients, items, items, label_of, processes)
 
 
 def collect_all(
@@ -100,110 +98,95 @@ def collect_all(
     """As `collect`, also gradients of parameters with need_clip = False."""
     grads = [parameter.grad for parameter in parameters]
     there = [i for i, grad in enumerate(grads) if grad is not None]
-
-    def label(index: int) -> str:
-        return label_of(there[index])
-
-    return _collect(parameters, grads, label_of, processes, device, cache, label)
+    gradients = Gradients(device, lambda index: label_of(there[index]))
+    return _take_spread_(gradients, parameters, grads, label_of, processes, cache)
 
 
-def _collect(
+def _take_spread_(
+    gradients: Gradients,
     wanted: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     label_of_wanted: LabelOf,
     processes: Processes | None,
-    device: torch.device,
-    cache: PlanCache,
-    label_of: LabelOf,
-    sources: Sequence[Tensor] | None = None,
-    argument: object = None,
+    cache: PlanCache = plans,
 ) -> Gradients:
-    """Gradients, of DTensors the shards that lie here; other processes may have others.
+    """As `take_`, of DTensors the shards that lie here; other processes may have others.
 
     `grads` are one or None for each of the `wanted` parameters. A list that is refused while other
     processes wait for its norms has its `error`, and no gradient.
     """
-    options = device, label_of, sources, argument, cache
     if processes is None and not are_sharded([*wanted, *grads]):
-        return Gradients([g for g in grads if g is not None], *options)
+        return gradients.take_([g for g in grads if g is not None], cache)
+    gradients.sharding = Sharding(wanted, grads, processes)
+    gradients.wanted, gradients.label_of_wanted = wanted, label_of_wanted
     try:
-        sharding, (tensors, wrappers) = Sharding(wanted, grads, processes), local_tensors(grads)
-        gradients = Gradients(tensors, *options, sharding, label_of_wanted)
-        if not tensors:
-            gradients.plan = empty_plan(sharding.locate(label_of_wanted), device)
+        if processes is not None:
+            gradients.sharding.copies = processes.copies_of(wanted)
+        tensors, gradients.wrappers = local_tensors(grads)
+        gradients.take_(tensors, cache)
     except Exception as error:
-        gradients = Gradients([], *options, None, label_of_wanted)
-        gradients.wanted, gradients.processes = wanted, processes or Processes()
         gradients.reject_(error)
-    else:
-        gradients.wanted, gradients.processes = wanted, processes or Processes()
-        gradients.wrappers = wrappers
     return gradients
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients of one call, with their plan.
 
-    Args:
-        tensors: the gradients, in order; one may come again. Of DTensors the local shards.
+    Attributes:
         device: of results where there is no gradient.
         label_of: names the i-th source where it has no name.
         sources: the parameters that the gradients are of, with and without one; None where the
             tensors were handed over themselves.
         argument: the user's, which may know names.
-        cache: of plans.
-        sharding: of a list over processes; None for other lists.
-        label_of_wanted: names the i-th of `wanted`.
-
-    Attributes:
-        tensors: as users see them, each once.
+        tensors: the gradients as users see them, each once; of DTensors the local shards.
         plan: all that is known of the list; None for an empty one.
         copies: dense copies that stand for some of the tensors, by their index.
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        wanted: of a list over processes, all parameters that are to be clipped.
-        processes: of such a list, the user's; None of other lists.
+        sharding: of a list over processes; None for other lists. Of such a list, too:
+        wanted: all parameters that are to be clipped.
+        label_of_wanted: names the i-th of them.
         wrappers: DTensors around the tensors, whose versions count too.
+        may_be_part: it is only measured, and the caller puts the norms of other meshes together,
+            as torch's callers do.
         error: that of a rejected list, which its processes raise together; None for others.
-
-    Raises:
-        TypeError: gradients that are no plain floating-point or complex tensors.
-        ValueError: gradients whose elements overlap, or that have no memory.
-        RuntimeError: the backend asked for cannot serve them.
     """
 
+    device: torch.device
+    label_of: LabelOf
+    sources: Sequence[Tensor] | None = None
+    argument: object = None
+    tensors: Sequence[Tensor] = field(init=False)
+    readable: list[Tensor] = field(init=False)
+    copies: dict[int, Tensor] = field(init=False)
     # The values that most lists have: a call sets only those that differ.
-    plan: Plan | None = None
-    addresses: list[int] | None = None
-    distinct: list[int] | None = None
-    copies: Mapping[int, Tensor] = MappingProxyType({})
-    wanted: Sequence[Tensor] = ()
-    processes: Processes | None = None
-    wrappers: Sequence[Tensor] = ()
-    # Only measured: the caller puts the norms of other meshes together, as torch's callers do.
-    may_be_part: bool = False
-    error: Exception | None = None
+    plan: Plan | None = field(default=None, init=False)
+    addresses: list[int] | None = field(default=None, init=False)
+    distinct: list[int] | None = field(default=None, init=False)
+    sharding: Sharding | None = field(default=None, init=False)
+    wanted: Sequence[Tensor] = field(default=(), init=False)
+    label_of_wanted: LabelOf = field(default=str, init=False)
+    wrappers: Sequence[Tensor] = field(default=(), init=False)
+    may_be_part: bool = field(default=False, init=False)
+    error: Exception | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        device: torch.device,
-        label_of: LabelOf,
-        sources: Sequence[Tensor] | None = None,
-        argument: object = None,
-        cache: PlanCache = plans,
-        sharding: Sharding | None = None,
-        label_of_wanted: LabelOf = str,
-    ) -> None:
-        self.tensors: Sequence[Tensor] = tensors
-        self.device, self.label_of = device, label_of
-        self.sources, self.argument = sources, argument
-        self.sharding, self.label_of_wanted = sharding, label_of_wanted
-        self.readable: list[Tensor] = tensors
-        if not tensors:
-            return
+    def take_(self, tensors: list[Tensor], cache: PlanCache = plans) -> Gradients:
+        """Takes gradients, in order, of which one may come again, and finds or makes their plan.
+
+        Raises:
+            TypeError: gradients that are no plain floating-point or complex tensors.
+            ValueError: gradients whose elements overlap, or that have no memory.
+            RuntimeError: the backend asked for cannot serve them.
+        """
+        self.tensors = self.readable = tensors
+        self.copies, sharding = {}, self.sharding
         setting = settings.current()
+        if not tensors:
+            if sharding is not None:
+                self._plan_anew([], None, setting, None)
+            return self
         # A mode may hand out other tensors than asked for, which no plan may keep.
         observed = is_observed()
         if observed:
@@ -216,9 +199,9 @@ class Gradients:
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
         may_cache = addresses is not None and not observed
-        if sharding is None and sources and "torch.distributed.fsdp" in modules:
+        if sharding is None and self.sources and "torch.distributed.fsdp" in modules:
             # A plan of whole gradients says nothing of shards.
-            may_cache = may_cache and not any(map(hasattr, sources, FSDP_MARKS))
+            may_cache = may_cache and not any(map(hasattr, self.sources, FSDP_MARKS))
         plan = None
         if may_cache:
             plan = cache.find(tensors, addresses, setting, sharding)  # type: ignore[arg-type]
@@ -230,14 +213,15 @@ class Gradients:
                 plan = cache.find(tensors, addresses, setting) if may_cache else None  # type: ignore[arg-type]
         if plan is None:
             self._plan_anew(tensors, addresses, setting, cache if may_cache else None)
-        else:
-            self.plan, self.addresses, self.readable = plan, addresses, tensors
-            if plan.staged:
-                self.copies = {i: copy_of(tensors[i]) for i in plan.staged}
-                self.readable = [self.copies.get(i, grad) for i, grad in enumerate(tensors)]
-                self.addresses = None
-            if plan.views:
-                self.readable = plan.readable(self.readable)
+            return self
+        self.plan, self.addresses, self.readable = plan, addresses, tensors
+        if plan.staged:
+            self.copies = {i: copy_of(tensors[i]) for i in plan.staged}
+            self.readable = [self.copies.get(i, grad) for i, grad in enumerate(tensors)]
+            self.addresses = None
+        if plan.views:
+            self.readable = plan.readable(self.readable)
+        return self
 
     def _keep(
         self, indices: list[int], tensors: list[Tensor], addresses: list[int] | None
@@ -255,18 +239,22 @@ class Gradients:
         cache: PlanCache | None,
     ) -> None:
         """Makes a plan; a cache keeps it where it may serve other lists."""
-        sharding = None
-        if self.sharding is not None:
-            sharding = self.sharding.locate(self.label_of_wanted)
+        sharding = self.sharding
+        if sharding is not None:
+            sharding.locate(self.label_of_wanted)
         plan, distinct, self.copies, self.readable = make_plan(
-            *(tensors, addresses, self.label),
+            *(tensors, addresses, self.label, self.device),
             verifying=setting.verifying,
             whole=not are_fsdp_shards(self.sources or ()),
             sharding=sharding,
         )
-        self.plan = plan
+        if tensors or plan.domain is not None:
+            self.plan = plan
         if distinct is not None:
             _, addresses = self._keep(distinct, tensors, addresses)
+            if sharding is not None:
+                shards = list(sharding.shards.items())
+                sharding.shards = dict(shards[i] for i in distinct)
         self.addresses = None if plan.staged else addresses
         if cache is not None and distinct is None:
             assert addresses is not None
@@ -280,26 +268,25 @@ class Gradients:
         if self.error is not None:
             # Dropped already; the others get the first error.
             return
-        if self.processes is None:
+        if self.sharding is None:
             raise error
-        nothing = [None] * len(self.wanted)
+        self.sharding, self.plan = copy(self.sharding), None
+        self.sharding.grads = [None] * len(self.wanted)
+        self.addresses, self.distinct, self.wrappers = None, None, ()
         try:
-            sharding = Sharding(self.wanted, nothing, self.processes).locate(self.label_of_wanted)
+            self.take_([])
         except Exception:
             # Numbers of copies may be wrong in this process only.
-            processes = self.processes._replace(copies=None)
-            sharding = Sharding(self.wanted, nothing, processes).locate(self.label_of_wanted)
-        plan = empty_plan(sharding, self.device)
-        if plan is None:
+            self.sharding.copies = None
+            self.take_([])
+        if self.plan is None:
             raise error
-        self.plan, self.sharding, self.error = plan, sharding, error
-        self.tensors = self.readable = []
-        self.addresses, self.distinct, self.copies, self.wrappers = None, None, {}, ()
+        self.error = error
 
     @property
-    def is_spread(self) -> bool:
-        """Whether other processes have shards of the gradients, or may have."""
-        return self.plan is not None and self.plan.reduction is not None
+    def domain(self) -> Domain | None:
+        """The processes that norms are reduced over; None where no others have shards."""
+        return None if self.plan is None else self.plan.domain
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
@@ -316,12 +303,11 @@ class Gradients:
 
         Each of several processes calls this, and waits; names then have their ranks.
         """
-        plan = self.plan
-        if plan is None or plan.reduction is None:
+        if self.domain is None:
             return self.labels(indices)
         ranks: dict[str, list[int]] = {}
         names_here = [self.label(i) for i in indices]
-        for rank, labels in gather_objects(names_here, plan.reduction.domain).items():
+        for rank, labels in gather_objects(names_here, self.domain).items():
             for label in labels:
                 ranks.setdefault(label, []).append(rank)
         return join_names(

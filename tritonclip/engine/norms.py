@@ -22,9 +22,8 @@ from tritonclip.backends.operators import (
     unscaled,
     wide_dtype,
 )
-from tritonclip.distributed.process_groups import ERRORS, gather_objects
-from tritonclip.distributed.reduction import PartialSum, Reduction, ShardNorms, norms_of
-from tritonclip.distributed.shards import Sharding
+from tritonclip.distributed.process_groups import ERRORS, Domain, gather_objects
+from tritonclip.distributed.reduction import Reduction, Term, norms_of
 from tritonclip.engine import units
 from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.gradients import Gradients
@@ -201,14 +200,14 @@ def measure(
     """
     plan = gradients.plan
     assert plan is not None
-    if plan.reduction is not None:
+    if plan.domain is not None:
         norms = take_part(gradients, norm, grad_scale)
         if gradients.error is None:
             assert norms is not None
             return norms
         if norms is not None and names_culprits:
             # The others ask for names where a norm is NaN.
-            gather_objects([], plan.reduction.domain)
+            gather_objects([], plan.domain)
         raise gradients.error
     norm_type, each, by_unit = norm
     if by_unit:
@@ -228,10 +227,10 @@ def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> N
     """As `measure`, but raises no error of a rejected list; None if no process waits for it."""
     plan = gradients.plan
     assert plan is not None
-    if plan.reduction is None:
+    if plan.domain is None:
         return measure(gradients, norm, grad_scale)
     # Of norms by tensor without DTensors, the others find the same error in their parameters.
-    if gradients.error is not None and norm.each and not plan.reduction.one_list:
+    if gradients.error is not None and norm.each and not plan.domain.one_list:
         return None
     return _measure_without_grad(gradients, norm, grad_scale)
 
@@ -264,8 +263,8 @@ def _measure_groups(gradients: Gradients, norm: Norm, grad_scale: float | Tensor
         else:
             partials.append(batch.norm(norm_type, of))
     measured = Norms(batches, partials, norm_type, of, grad_scale, gradients, plan)
-    if plan.reduction is not None:
-        _reduce_(measured, plan.reduction)
+    if plan.domain is not None:
+        _reduce_(measured, plan.domain)
     elif of == "all":
         measured.partials = _join(partials, [group.device for group in plan.groups])
     return measured
@@ -286,43 +285,39 @@ def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[Par
     return [joined[device] for device in devices]
 
 
-def _reduce_(norms: Norms, sharding: Sharding) -> None:
+def _reduce_(norms: Norms, domain: Domain) -> None:
     """Puts the norms of all processes in the place of those of this one.
 
     By unit, gradients and weights have their norms by one all-reduce.
     """
     gradients, plan, of, p = norms.gradients, norms.plan, norms.of, norms.norm_type
+    sharding, parameters = plan.sharding, gradients.wanted
+    assert sharding is not None
     # A weight of 0: on a mesh of other processes.
-    is_part = gradients.may_be_part and all(shard.weight for shard in sharding.shards)
-    if of == "all" and not is_part and (uncovered := sharding.domain.uncovered):
-        raise ValueError(uncovered)
-    n, measured = len(gradients.wanted), []
-    terms: list[PartialSum] | None = None if of == "rows" else []
-    absent = {at: p for at, p in enumerate(gradients.wanted) if sharding.grads[at] is None}
-    found = list(zip(plan.groups, norms.batches, norms.partials, strict=True))
+    is_part = gradients.may_be_part and all(group.shard.weight for group in plan.groups)
+    if of == "all" and not is_part and domain.uncovered:
+        raise ValueError(domain.uncovered)
+    n, found = len(parameters), list(zip(plan.groups, norms.batches, norms.partials, strict=True))
+    reduction = Reduction(sharding, parameters, p, of, gradients.device, gradients.error)
     for group, batch, partials in found:
-        if terms is not None and group.shard.sums_over:
+        shard, positions = group.shard, group.positions
+        if shard.sums_over:
             tensors, _ = gradients.of_group(group.indices)
-            pairs = zip(group.positions, tensors, strict=True)
-            terms += [PartialSum(at, tensor, group.pairs, group.shard) for at, tensor in pairs]
+            terms = zip(positions, tensors, strict=True)
+            reduction.terms += [Term(at, tensor, group.pairs, shard) for at, tensor in terms]
             continue
         own = as_tensor(partials) if of == "all" else batch.combine(partials, p, of, wide=True)
-        measured.append(ShardNorms(own, group.shard, group.positions))
+        reduction.add(own, shard, positions)
         if of == "rows":
             # Weights stand below the n gradients.
-            below = tuple(n + position for position in group.positions)
             weights = batch.combine(partials.flip(0), p, of, wide=True)
-            measured.append(ShardNorms(weights, group.shard, below))
-    for at, parameter in absent.items() if of == "rows" else ():
+            reduction.add(weights, shard, tuple(n + at for at in positions))
+    for at, parameter in enumerate(parameters) if of == "rows" else ():
         # Weights that are one unit with those of other processes.
-        if parameter.dim() < 2 and parameter.requires_grad:
+        if sharding.grads[at] is None and parameter.dim() < 2 and parameter.requires_grad:
             weight = norms_of_units(units.weight_of(parameter))
-            measured.append(ShardNorms(weight, sharding.shard(at), (n + at,)))
-    n_each = {"all": None, "each": n, "rows": 2 * n}[of]
-    reduction = Reduction(
-        *(sharding, p, gradients.device, gradients.error, n_each, terms, absent),
-    )
-    reduced = reduction.run(measured).to(plan.device)
+            reduction.add(weight, sharding.shard(at), (n + at,))
+    reduced = reduction.run().to(plan.device)
     norms.reduced = reduced[:n] if of == "rows" else reduced
     for i, (group, batch, partials) in enumerate(found):
         if of == "rows":

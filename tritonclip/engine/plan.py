@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritonclip import settings
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.operators import WIDE
-from tritonclip.distributed.shards import WHOLE_SHARD, LocalShard, Sharding
+from tritonclip.distributed.process_groups import Domain
+from tritonclip.distributed.shards import WHOLE_SHARD, Shard, Sharding
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
@@ -44,7 +44,7 @@ class Group:
     dtype: torch.dtype
     pairs: bool
     layout: Layout
-    shard: LocalShard = WHOLE_SHARD
+    shard: Shard = WHOLE_SHARD
     positions: tuple[int, ...] = ()
 
     def of(self, items: Sequence[T]) -> list[T]:
@@ -77,7 +77,7 @@ class Plan:
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
         sharding: how the list lies over processes; None for a list of plain tensors.
-        reduction: this, where other processes have shards, so that norms are reduced; else None.
+        domain: the processes that norms are reduced over; None where no others have shards.
         sizes: elements of each gradient, on the device of results; None before a rule asks.
         rows: guards of weights, or None for no weights, and with such the layout of each group by
             rows; None before the first.
@@ -100,7 +100,7 @@ class Plan:
     n_bytes: int = 0
     guards: Any = None
     sharding: Sharding | None = None
-    reduction: Sharding | None = None
+    domain: Domain | None = None
     sizes: Tensor | None = None
     rows: tuple[Any, Sequence[Layout]] | None = None
 
@@ -124,7 +124,7 @@ GRADIENT_BYTES = 512
 
 # The gradients of a group share their device, their dtype, whether they are complex, and their
 # shard.
-_Kind = tuple[torch.device, torch.dtype, bool, LocalShard]
+_Kind = tuple[torch.device, torch.dtype, bool, Shard]
 
 
 @without_grad
@@ -132,6 +132,7 @@ def make_plan(
     tensors: Sequence[Tensor],
     addresses: Sequence[int] | None,
     label_of: LabelOf,
+    device: torch.device,
     *,
     verifying: bool,
     whole: bool = True,
@@ -140,7 +141,7 @@ def make_plan(
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
     Of `whole` gradients no other process has a part. Those whose shards differ are of different
-    groups. Raises as :class:`Gradients`.
+    groups. `device` is that of results where there is no gradient. Raises as `Gradients.take_`.
 
     Returns:
         The plan, which may serve other lists where none was dropped and all have addresses; the
@@ -164,6 +165,7 @@ def make_plan(
     copies: dict[int, Tensor] = {}
     members: dict[_Kind, list[int]] = {}
     readable: list[Tensor] = []
+    placed = [] if sharding is None else list(sharding.shards.items())
     for index, grad in enumerate(grads):
         if needs_copy(grad):
             _refuse_overlap(grad, partial(label_of, kept[index]))
@@ -177,7 +179,7 @@ def make_plan(
             views.append(view)
             values = view.of(values)
         readable.append(values)
-        shard = WHOLE_SHARD if sharding is None else sharding.shards[kept[index]]
+        shard = placed[kept[index]][1] if placed else WHOLE_SHARD
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
     if found := find_overlap(regions):
@@ -191,7 +193,7 @@ def make_plan(
     for (device, dtype, pairs, shard), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
         layout = layout_of(tensors)
-        at = () if sharding is None else tuple(sharding.positions[kept[i]] for i in indices)
+        at = tuple(placed[kept[i]][0] for i in indices) if placed else ()
         own = None if len(indices) == n else indices
         groups.append(Group(own, device, dtype, pairs, layout, shard, at))
         if views and layout.by_address and not (pairs or sparse or sharding):
@@ -205,8 +207,8 @@ def make_plan(
         groups=tuple(groups),
         staged=tuple(copies),
         views=tuple(views),
-        device=grads[0].device,
-        dtype=torch.float64 if sharding and sharding.wide else result_dtype(grads),
+        device=grads[0].device if grads else device,
+        dtype=torch.float64 if sharding and sharding.is_wide else result_dtype(grads),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         inference=any(map(Tensor.is_inference, grads)),
@@ -216,7 +218,7 @@ def make_plan(
         spans=[0 if r is None else r.end - r.start for r in regions],
         n_bytes=GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups),
         sharding=sharding,
-        reduction=sharding if sharding and sharding.is_spread else None,
+        domain=sharding.domain if sharding and sharding.domain.is_spread else None,
     )
     whole = whole and sharding is None
     plan.ordinary = whole and not (copies or sparse or plan.pairs or plan.inference)
@@ -225,19 +227,6 @@ def make_plan(
     for group in groups:
         group.layout.dtype = plan.dtype
     return plan, distinct, copies, readable
-
-
-def empty_plan(sharding: Sharding, device: torch.device) -> Plan | None:
-    """The plan of a process without gradients; None where no others have some."""
-    if not sharding.is_spread:
-        return None
-    return Plan(
-        *((), device, torch.float64 if sharding.wide else torch.float32),
-        verifying=settings.current().verifying,
-        requires_grad=True,
-        sharding=sharding,
-        reduction=sharding,
-    )
 
 
 def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:

@@ -7,7 +7,6 @@ Slow and hungry for memory on purpose. Switched on by `verify()` or by TRITONCLI
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -104,14 +103,8 @@ class Reference:
         assert plan is not None
         twin.tensors = twin.readable = copies
         twin.addresses, twin.copies, twin.wrappers = None, {}, ()
-        if not copies:
-            twin.plan = replace(plan, verifying=False)
-            return twin
-        sharding = plan.sharding
-        if sharding is not None and gradients.distinct is not None:
-            sharding = sharding.of(gradients.distinct)
         twin.plan, _, _, twin.readable = make_plan(
-            copies, None, gradients.label, verifying=False, sharding=sharding
+            *(copies, None, gradients.label, plan.device), verifying=False, sharding=plan.sharding
         )
         twin.plan.dtype = plan.dtype
         for group in twin.plan.groups:
@@ -179,8 +172,8 @@ def agree_on(
     total_norm: Tensor | None = None,
 ) -> None:
     """Raises on all processes of a list where they make another call; each of them waits."""
-    plan = gradients.plan
-    if plan is None or plan.reduction is None:
+    domain = gradients.domain
+    if domain is None:
         return
     state = rule.state if isinstance(rule, BoundRule) else None
     described = {"the call": call} | describe_call(rule, float(grad_scale), nonfinite, state)
@@ -188,9 +181,9 @@ def agree_on(
         described["the total norm"] = repr(float(total_norm))
     # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
     each = rule.each if isinstance(rule, Norm) else rule.per_gradient
-    if plan.reduction.one_list and (gradients.sources is not None or each):
+    if domain.one_list and (gradients.sources is not None or each):
         described |= describe_parameters(gradients.wanted, gradients.label_of_wanted)
-    agree(described, gradients.error, plan.reduction.domain)
+    agree(described, gradients.error, domain)
 
 
 def _raise(mismatches: list[str]) -> None:

@@ -179,9 +179,9 @@ class _Buffers(Gradients):
     """The buffers as a gradient list, whose messages name parameters."""
 
     def __init__(self, flat: FlatGradients) -> None:
-        buffers = list(flat.buffers)
-        super().__init__(buffers, buffers[0].device, "buffers[{}]".format)
+        super().__init__(flat.buffers[0].device, "buffers[{}]".format)
         self._named = flat._named
+        self.take_(list(flat.buffers))
 
     def labels(self, indices: Iterable[int]) -> str:
         buffers = {(self.tensors[i].device, self.tensors[i].dtype) for i in indices}

@@ -144,8 +144,8 @@ def _measured_list(tensors: Sequence[Tensor]) -> Gradients:
 
 
 def _list_of(tensors: Sequence[Tensor]) -> Gradients:
-    """A gradient list of these tensors; raises as :class:`Gradients` does."""
-    return Gradients(list(tensors), device_of(tensors), _LABEL_OF)
+    """A gradient list of these tensors; raises as `Gradients.take_` does."""
+    return Gradients(device_of(tensors), _LABEL_OF).take_(list(tensors))
 
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -139,7 +139,7 @@ class ClipGroup:
     @property
     def is_spread(self) -> bool:
         """Whether other processes have, or may have, shards of the gradients."""
-        return self.gradients.is_spread
+        return self.gradients.domain is not None
 
     @property
     def owner(self) -> str:

@@ -266,9 +266,9 @@ class Step:
             texts[f"the state of {owner}"] = describe_state(state)
         texts["the parameter groups with a rule"] = ", ".join(group.owner for group in spread)
         for group in spread:
-            gradients, plan = group.gradients, group.gradients.plan
+            gradients, domain = group.gradients, group.gradients.domain
             texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
-            if plan is not None and plan.reduction is not None and plan.reduction.one_list:
+            if domain is not None and domain.one_list:
                 found = describe_parameters(gradients.wanted, gradients.label_of_wanted)
                 texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
         texts["the norms to measure"] = str(
