@@ -193,7 +193,7 @@ def launch(
         with as_device():
             kernel[(programs,)](*arguments, **constants, **OPTIONS)
         return None
-    # This takes a third less time than the types of all arguments.
+    # Looking at these types alone takes a third less time than looking at all types.
     types = [None if (x := arguments[i]) is None else x.dtype for i in kernel.typed]
     key = (kernel.fn, device, *types, *constants.values())
     runner = _runners.get(key)

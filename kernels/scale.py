@@ -143,7 +143,7 @@ def scale_kernel(
 
 @triton.jit
 def _run_start(pid, n_chunks):
-    """The first of the chunks in a row that a program owns; these runs differ by at most one."""
+    """The first chunk of a program's run; the runs of all programs differ by at most one chunk."""
     return (pid.to(tl.int64) * n_chunks // tl.num_programs(0)).to(tl.int32)
 
 

@@ -151,7 +151,7 @@ class Tables(Generic[_Table]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By the time of their last new addresses. Values are replaced whole: threads may meet.
+        # In the order of their last change. Values are replaced whole, because threads may meet.
         self._streams: dict[int, _Stream] = {}
         self._starts: dict[Hashable, Start] = {}
 
@@ -178,7 +178,7 @@ class Tables(Generic[_Table]):
             found = _find(known.tables, packed)
         if found is not None:
             table = found.table
-            # On some ROCm, events must not be queried while any thread captures a graph.
+            # Some versions of ROCm may not query events while any thread captures a graph.
             may_query = not capturing and torch.version.hip is None
             has_landed = found.upload is not None and may_query and found.upload.query()
             if packed or has_landed:

@@ -283,7 +283,7 @@ def scale_units_kernel(
         erase = pid < 0
 
     # This comes before the loop below, in which its registers would spill on gfx942. The last
-    # programs begin, because they have one piece less than others, if any has.
+    # programs take the first gradients, because they have one piece less than others, if any has.
     for index in range(tl.num_programs(0) - 1 - pid, n_tensors, tl.num_programs(0)):
         n_partials = count_of(forms_ptr, index) * chunks_of(length_of(forms_ptr, index), CHUNK)
         first = first_norm_of(forms_ptr, index)

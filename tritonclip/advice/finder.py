@@ -44,7 +44,7 @@ _ERRORS = 1.0
 # A gain over no limit of less than this share of the loss counts as no gain; and a milder limit may
 # give up this share of a gain.
 _NO_GAIN, _GIVEN_UP = 0.002, 0.1
-# By chance, all of three seeds improve with this probability; this share of seeds may get worse.
+# All of three seeds improve by chance with this probability; this share of seeds may get worse.
 _CHANCE = 1 / 8
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
@@ -146,7 +146,7 @@ class Found:
 
 
 class _Search:
-    """Chooses trials to `run`, by position of the seed; without `limits`, by a grid from norms."""
+    """Chooses the trials to `run`; without `limits`, it tries a grid around the first norms."""
 
     def __init__(
         self,
@@ -506,7 +506,7 @@ def _checked_seeds(seeds: Any) -> list[int]:
 
 
 def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
-    """Limits from large to small, and rules."""
+    """Checks the arguments; returns the limits from large to small, and the rules."""
     is_listed = isinstance(rules, Iterable)
     rules = [*dict.fromkeys(rules)] if is_listed else rules
     if not is_listed or not all(isinstance(rule, Rule) for rule in rules):

@@ -483,7 +483,7 @@ def _candidates(
     limits: dict[float, str] = {}
     if recommended is not None:
         limits[recommended] = "recommended"
-    # A share must be at least one step.
+    # A candidate has to clip at least one step.
     tails = [_limit_at(norms, x) for x in _SHARES if x * len(norms) >= 1]
     others = [(limit, f"about {_share(norms, limit):.0%}") for limit in tails]
     for limit, origin in (*others, (1.0, "usual for transformers")):

@@ -261,7 +261,7 @@ def _refuse_second_clip(taken: Tensor) -> None:
     n = n_cut_off(norms) if len(norms) else 0
     if not n:
         return
-    # The same gradient again is no sign: absolute errors give it, and a learning rate of nearly 0.
+    # Equal gradients are no sign of a clip: absolute errors cause them, or a learning rate near 0.
     largest = largest[norms >= least_equal(float(norms.max()))]
     if largest.max() - largest.min() > _SAME * largest.max():
         raise ValueError(
