@@ -1,4 +1,4 @@
-"""Sessions over many versions; `make test` covers the pinned ones. Run `nox -s triton_matrix`."""
+"""Long checks, such as `nox -s triton_matrix`; `make test` tests the pinned versions alone."""
 
 import ast
 import itertools
@@ -32,10 +32,10 @@ def tests(session: nox.Session) -> None:
 def triton_matrix(session: nox.Session, triton: str) -> None:
     """Interpret and compile the kernels with the oldest, a middle and the newest Triton."""
     install(session)
-    # Without its dependencies: a CUDA build of torch asks for one exact Triton.
+    # --no-deps, because a CUDA build of torch requires one exact Triton.
     session.install("--no-deps", f"triton=={triton}")
     if triton < "3.7":
-        # Its interpreter fails on newer numpy: "only 0-dimensional arrays can be converted".
+        # Older interpreters fail on newer numpy: "only 0-dimensional arrays can be converted".
         session.install("numpy<2.4")
     check_kernels(session)
 
@@ -53,9 +53,9 @@ def exhaustive(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Change the core in one place at a time, and list changes that no test notices.
 
-    `-- --sample 300 --seed 1 tritonclip/rules` for so many of them, of some files. Run again, it
-    goes on where it was ended; it begins anew for another commit. Tests that fork, start processes
-    or interpret kernels are not asked about lines that only these run.
+    `-- --sample 300 --seed 1 tritonclip/rules` tries 300 changes in some files. An interrupted run
+    is resumed, unless the commit has changed. Tests that fork, start processes or interpret kernels
+    are left out, so that lines which only they run are listed as not run.
     """
     copy = enter_copy(session)
     install(session)
@@ -67,18 +67,18 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """Run the tests of the loops in C, of the last commit, under GCC's sanitizers; on Linux."""
+    """Run the tests of the last commit's loops in C under GCC's sanitizers; needs Linux."""
     enter_copy(session)
     flags = (
         "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     )
     install(session, CC="gcc", CFLAGS=flags, LDFLAGS=flags)
-    # Both before Python: one looks for exceptions of C++ where it starts, which torch throws.
+    # The sanitizer looks at its start for libstdc++, whose exceptions torch throws: preload both.
     found = [
         str(session.run("gcc", f"-print-file-name={name}", external=True, silent=True)).strip()
         for name in ("libasan.so", "libstdc++.so")
     ]
-    # Python never frees all of its memory; a test asks for more than there is.
+    # Python never frees all of its memory, and a test asks for more memory than there is.
     options = "detect_leaks=0:allocator_may_return_null=1"
     environment = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options}
     built = "from tritonclip.backends import native; assert native.loops, native.fault"
@@ -92,8 +92,8 @@ def sanitize(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Repeat all tests of random examples with other seeds for an hour; `-- 2` for two minutes.
 
-    By turns as plain tests and through the interpreter; with `--hypothesis-seed` of the round that
-    failed, pytest repeats it.
+    They run by turns as plain tests and through the interpreter. To repeat a round that failed,
+    give pytest its `--hypothesis-seed`.
     """
     install(session)
     end = time.monotonic() + 60 * float(session.posargs[0] if session.posargs else 60)
@@ -109,13 +109,13 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def rooms(session: nox.Session) -> None:
-    """Take away each folder that stands around the core, and run the tests of all others."""
+    """Take away each folder that stands around the core in turn, and run the other tests."""
     enter_copy(session)
     install(session)
     for room in session.posargs or ("advice", "backward", "flat", "functional", "integrations"):
         session.run("git", "checkout", "--quiet", ".", external=True)
         take_away(room)
-        # Pages, examples and benchmarks are of the whole product.
+        # Pages, examples and benchmarks need the whole product.
         whole = [f"--ignore=tests/{part}" for part in ("package", "bench")]
         marks = "not codegen and not exhaustive"
         session.run("python", "-m", "pytest", "-n2", "--dist", "loadgroup", "-m", marks, *whole)
@@ -123,11 +123,11 @@ def rooms(session: nox.Session) -> None:
 
 @nox.session
 def trainers(session: nox.Session) -> None:
-    """Train by packages that are no extra, under `patch_torch` and without."""
+    """Train with packages that no extra installs, under `patch_torch` and without it."""
     install(session)
     session.install("-c", "constraints.txt", "--no-build-isolation", "-e", ".[integrations]")
-    # Without their dependencies, which ask for versions that exclude each other. torchvision loads
-    # beside the torch of its own version and build alone.
+    # --no-deps, because their dependencies exclude each other. A torchvision loads only with the
+    # torch of the same version and build.
     needed = (
         "antlr4-python3-runtime==4.9.3 blobfile cloudpickle datasets dill docstring-parser "
         "farama-notifications gymnasium kagglehub multiprocess omegaconf pandas pyarrow "
@@ -172,7 +172,7 @@ def enter_copy(session: nox.Session) -> Path:
     if not copy.exists():
         session.run("git", "clone", "--quiet", ".", str(copy), external=True)
     session.chdir(copy)
-    # What an earlier run left changed.
+    # Undo changes of an earlier run.
     session.run("git", "checkout", "--quiet", ".", external=True)
     return copy
 

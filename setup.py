@@ -1,6 +1,7 @@
-"""Builds the C extension and the README of package indexes; all else is in pyproject.toml.
+"""Builds the C extension and the README of package indexes; pyproject.toml has everything else.
 
-Without a C compiler tritonclip is installed without it, and says so when it first clips on a CPU.
+Without a C compiler tritonclip is installed without the extension, and warns when it first clips on
+a CPU.
 """
 
 import re
@@ -16,7 +17,7 @@ STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 class BuildAnew(build_ext):
-    """Builds always: no binary of other sources is left where a build fails."""
+    """Builds the extension anew each time, so that a failed build leaves no older binary."""
 
     def build_extension(self, ext: Extension) -> None:
         """Removes the last binary first."""
@@ -28,7 +29,7 @@ URLS = read_configuration("pyproject.toml", expand=False)["project"]["urls"]
 
 
 def absolute(link: re.Match[str]) -> str:
-    """A link of the README to a file of the repository, for a package index."""
+    """Makes a README link to a file of the repository absolute, for package indexes."""
     image, text, file, anchor = link.groups(default="")
     if page := re.fullmatch(r"docs/(.*)\.(?:md|rst)", file):
         return f"[{text}]({URLS['Documentation']}/{page[1]}.html{anchor})"
@@ -48,11 +49,10 @@ setup(
         Extension(
             "tritonclip.backends._native",
             sources=["native/module.c"],
-            # So that a source distribution has them.
+            # Source distributions include the files that are named here.
             depends=sorted(str(path) for path in Path("native").glob("*.h")),
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if STABLE else [],
-            # Loops of comparisons become vector instructions only where no exception flag is
-            # observed.
+            # Loops of comparisons become vector instructions only if exception flags may be lost.
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math"],
             py_limited_api=STABLE,
             optional=True,

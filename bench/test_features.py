@@ -1,7 +1,7 @@
 """Features beside what a user would write without them, on the CPU.
 
-A feature is a function from a gradient list to the calls that are compared, registered with their
-providers and the lists that it is measured with. Results are compared with float64 first.
+A feature is a function that makes the compared calls for a gradient list; it is registered with the
+names of their providers and with its lists. Results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 class Calls(NamedTuple):
-    """The calls that do the same with one gradient list, in the order of a feature's providers."""
+    """Calls that do the same with one gradient list, in the order of a feature's providers."""
 
     calls: Sequence[Callable[[], Any] | Timed | None]  # None where a provider is not installed.
-    truth: Sequence[Tensor] = ()  # In float64; empty where nothing can be compared.
+    truth: Sequence[Tensor] = ()  # In float64; empty if nothing can be compared.
     tolerance: float = 1e-5  # Largest difference, relative to the largest element.
-    changed: Sequence[Tensor] = ()  # The tensors that calls write; empty where they return them.
+    changed: Sequence[Tensor] = ()  # The tensors that calls write; empty if they return results.
     prepare: Callable[[], Any] | None = None  # Runs before each call, outside the clock.
 
 
 class Feature(NamedTuple):
-    """What is compared, with which arguments, and the providers; ours is "tritonclip"."""
+    """The function of a feature, its cases and its providers; ours is "tritonclip"."""
 
     make: Callable[..., Calls]
-    cases: Mapping[str, Sequence[str]]  # By name.
+    cases: Mapping[str, Sequence[str]]  # The arguments of `make`, by name of the case.
     providers: Sequence[str]
 
     def checked(self, case: str) -> tuple[dict[str, Timed], dict[str, str]]:
@@ -67,7 +67,7 @@ THREE = ("small_10", "mlp8", "resnet50")
 
 
 def feature(name: str, providers: Sequence[str], *arguments: Iterable[str]) -> Callable[..., Any]:
-    """Registers a function, measured with all combinations of arguments."""
+    """Registers a function, which is measured with all combinations of the arguments."""
 
     def register(make: Callable[..., Calls]) -> Callable[..., Calls]:
         cases = {", ".join(named("workload", one) for one in c): c for c in product(*arguments)}
@@ -136,7 +136,7 @@ RECORDED = ("tritonclip", "tritonclip, no recorder", "loop", "foreach")
 def record_each(workload: str) -> Calls:
     """A step that keeps the norm of each gradient as a number, and one that keeps none.
 
-    Nothing is clipped. A recorder also writes every hundredth step to its file.
+    Nothing is clipped. A recorder also writes its rows to a file, every 100 steps.
     """
     gradients = listed(workload)
     parameters = gradients.parameters
@@ -185,7 +185,7 @@ def _opacus(gradients: list[Tensor]) -> Timed:
 
 
 def _optax(gradients: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Compiled, with gradients that JAX has already."""
+    """Optax compiled, with gradients that are already JAX arrays."""
     jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
     compiled = jax.jit(lambda arrays: optax.per_example_global_norm_clip(arrays, 1.0)[0])
     arrays = [jax.numpy.array(jax.dlpack.from_dlpack(x), copy=True) for x in gradients]
@@ -238,7 +238,7 @@ def clip_per_example(name: str, examples: str) -> Calls:
     others = [make(gradients) if find_spec(name) else None for name, make in OPTIONAL.items()]
     norms = torch.stack([norms_of(x, torch.float64) for x in gradients]).norm(dim=0)
     weights = (1 / norms).clamp(max=1.0)
-    # An example at a time.
+    # One example is in float64 at a time.
     truth = [
         sum((w * own.double() for w, own in zip(weights, x, strict=True)), torch.zeros(()))
         for x in gradients
@@ -267,7 +267,7 @@ def comparison(effort: Effort, call: str, workload: str) -> Comparison:
         others = [one for one in samples if not one.startswith("tritonclip")]
         found = ratio(name, samples, others) if name == "tritonclip" else {}
         if name != "optax":
-            # Whose memory is unknown to PyTorch.
+            # PyTorch does not know the memory of JAX.
             found["extra_mb"] = timing.extra_bytes(calls[name].prepared()) / 2**20
         return found
 
@@ -275,9 +275,9 @@ def comparison(effort: Effort, call: str, workload: str) -> Comparison:
 
 
 def difference(results: Any, truth: Sequence[Tensor]) -> float:
-    """The largest difference from the truth, over the largest element of a tensor that is not 0.
+    """The largest difference from the truth, relative to the largest element of the tensor.
 
-    NaN for any NaN.
+    The difference itself where a tensor is 0, and NaN if there is a NaN.
     """
     pairs = zip(results, truth, strict=True) if truth else ()
     errors = [(a.double() - b).abs().max() / (b.abs().max() or 1.0) for a, b in pairs]

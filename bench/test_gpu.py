@@ -1,9 +1,9 @@
-"""Questions that only a GPU answers, in the order of their value: `make gpu` asks them.
+"""Figures that only a GPU shows, the most useful ones first; `make gpu` measures them.
 
-Host time is from the call to its return: warm, the mean of a burst of calls, and cold, of one call
-after the caches of the processor were swept. Wall time is until the GPU is done. Times on the GPU
-alone are between two events. `test_copy` has the bandwidth beside which those of rows with `bytes`
-stand.
+Host time is from a call to its return: warm time is the mean over a burst of calls, cold time that
+of one call after the caches of the processor were swept. Wall time lasts until the GPU is done.
+Times on the GPU alone are between two events. Rows with `bytes` have a rate; compare it with the
+bandwidth of `test_copy`.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ pytestmark = [
     ),
 ]
 CUDA = torch.device("cuda")
-# Kernels, and how often each reads or writes all gradients.
+# How often each kernel reads or writes all gradients.
 VERBS = {"norm": 1, "scale": 2, "scale, each": 2, "clamp": 1}
 # More than the host takes to queue a call.
 HOST_US = 200.0
 # Calls in a burst, and samples of each.
 BURST, ROUNDS = 30, 21
-# Read before a cold call: more bytes than the caches of a processor hold.
+# Bytes that are read before a cold call, more than the caches of a processor hold.
 SWEPT = 2**27
-# One gradient, of which times of others were published.
+# The bytes of one gradient, for which others have published times.
 LARGEST = 3_070_000_000
-# Examples of a training step.
+# The number of examples in a training step.
 BATCHES = {"PPO, 2 x 64": 64, "ResNet-20": 128, "ResNet-50": 32, "GPT-2 124M": 4}
 # Parts of the first call of a process, each timed.
 FIRST_CALL = {
@@ -87,7 +87,7 @@ def row(benchmark: Any) -> Callable[..., None]:
 
 @lru_cache(1)
 def gradients_of(workload: Workload, dtype: str = "float32") -> Gradients:
-    """Gradients on the GPU; those of the last test, which many tests share."""
+    """Gradients on the GPU; successive tests share the last ones."""
     return Gradients(workload, dtype, CUDA)
 
 
@@ -112,7 +112,7 @@ def bound(grads: list[Tensor]) -> Any:
 
 
 def verb(kernel: str, gradients: Gradients) -> Callable[[], Any]:
-    """A call that launches one kernel on gradients, which all are clipped."""
+    """A call that launches one kernel; scaling clips all gradients, and clamping clips none."""
     batch = bound(gradients.grads)
     of: Of = "each" if kernel == "scale, each" else "all"
     if kernel == "clamp":
@@ -134,7 +134,7 @@ def test_host_of_a_call(row: Any, workload: str, rule: str, provider: str) -> No
     row([figures["warm_us"]], **figures)
 
 
-# Limits that clip nothing; by unit, by its usual ratio.
+# Limits that clip nothing, except by unit, whose ratio is the usual one.
 RULES = {
     "global norm": 1e9,
     "by norm": tritonclip.ClipByNorm(1e9),
@@ -145,7 +145,7 @@ RULES = {
 @pytest.mark.parametrize("rule", [*RULES, "torch"])
 @pytest.mark.parametrize("workload", ["resnet50", "gpt2_124m"])
 def test_rule(row: Any, workload: str, rule: str) -> None:
-    """A call by a rule; "torch" is its function by global norm."""
+    """A call by a rule; "torch" is torch's function by global norm."""
     gradients = gradients_of(WORKLOADS[workload])
     call = NAMED["torch"].make(gradients, "norm", 1e9).call
     if rule != "torch":
@@ -160,7 +160,7 @@ def test_rule(row: Any, workload: str, rule: str) -> None:
 
 @pytest.mark.parametrize("model", BATCHES)
 def test_addresses_in_training(row: Any, model: str) -> None:
-    """How many gradients move from step to step."""
+    """Counts the gradients that move from step to step."""
     (step,) = steps_of(model, BATCHES[model], {"tritonclip": tritonclip.clip_}, CUDA).values()
     moved, before = list[int](), list[int]()
     for _ in range(30):
@@ -174,7 +174,7 @@ def test_addresses_in_training(row: Any, model: str) -> None:
 
 @pytest.mark.parametrize("model", ["PPO, 2 x 64", "ResNet-50", "GPT-2 124M"])
 def test_share_of_a_training_step(row: Any, model: str) -> None:
-    """Wall time of whole steps: without a clip, with torch's and with ours, taken in turn."""
+    """Wall times of whole steps without a clip, with torch's and with ours, taken in turn."""
     made = steps_of(model, BATCHES[model], {"none": lambda *_: None, **CLIPS}, CUDA)
     found = take_turns(made, Effort(ROUNDS, 0.0), CUDA)
     bare, figures = found["none"].walls, dict[str, Any]()
@@ -205,7 +205,7 @@ def test_step(row: Any, feature: str) -> None:
 
 @pytest.mark.parametrize("process", ["cold", "with binaries on disk"])
 def test_first_call(row: Any, process: str, tmp_path: Path) -> None:
-    """Host time of the first call of a process, in parts."""
+    """Host time of the first call of a process and of what comes before it, in parts."""
     command = [sys.executable, "-c", TIME_PARTS, json.dumps(FIRST_CALL)]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     for _ in range(1 if process == "cold" else 2):
@@ -224,7 +224,7 @@ def test_kernel(row: Any, call: str, dtype: str) -> None:
 
 
 def test_copy(row: Any) -> None:
-    """A copy of 1 GiB by torch, beside which the rates of kernels stand."""
+    """The rate at which torch copies 1 GiB, for comparison with the rates of kernels."""
     source, target = torch.empty(2, 2**30, dtype=torch.uint8, device=CUDA)
     times = device_us(partial(target.copy_, source))
     row(times, bytes=2**31, gb_per_s=2**31 / (statistics.median(times) * 1e3))

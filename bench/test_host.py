@@ -1,7 +1,7 @@
 """The cost of a call on the host; needs no GPU.
 
-docs/performance/details.md says what the paths and lists are. CPU tensors cannot show the copy of a
-table to pinned memory, the start of its upload, and the question which stream is current.
+docs/performance/details.md explains the paths and lists. On CPU tensors a call does not copy a
+table to pinned memory, start its upload, or ask which stream is current.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PATHS = {
 BOTH = ["cpu", pytest.param("triton", marks=NEEDS_TRITON)]
 SIZES = (10, 100, 1000, 10_000)
 LISTS = ("unchanged", "recreated", "moved", "first", "flat")
-# Goals. Of the time of torch.nn.utils.clip_grad_norm_: host time between launches, and a whole CPU
-# call; microseconds a tensor, where reading .grad and data_ptr takes 0.17.
+# The goals: shares of the time of torch.nn.utils.clip_grad_norm_, for the host time between
+# launches and for a whole CPU call; and 0.5 us a tensor, where reading its address takes 0.17.
 SHARES = {"triton": 0.3, "cpu": 1.0}
 GROWTH = 0.5 / 0.17
 ELEMENTS = 16
-# A multilayer perceptron, whose steps take little longer than the host needs for them.
+# A perceptron so small that a step takes little longer than the host time.
 MLP = Workload("mlp_9k", "MLP, 9 thousand", ((64, 64), (64,), (64, 64), (64,), (10, 64), (10,)))
 NORM, VALUE = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
 CALLS: dict[str, Callable[[list[Tensor]], Callable[[], Any]]] = {
@@ -68,24 +68,24 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def process(path: str) -> Iterator[ProcessPoolExecutor]:
-    """A process of a path: Triton and the library read its environment when they are imported."""
+    """A process for a path, because Triton reads the environment when it is imported."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")} | PATHS[path]
     with ProcessPoolExecutor(1, get_context("spawn")) as executor:
         with patch.dict(os.environ, kept, clear=True):
-            # Starts the process: later tests of this one must not find that environment.
+            # Starts the process now, so that this one can restore its environment at once.
             executor.submit(os.getpid).result()
         yield executor
 
 
 def without_launches(path: str, measure: Callable[..., T], *given: Any) -> T:
-    """What `measure` returns where launches of the Triton backend do nothing."""
+    """Calls `measure` while launches of the Triton backend do nothing."""
     nothing: Any = replaced_launch(lambda *_, **__: None) if path == "triton" else nullcontext()
     with nothing:
         return measure(*given)
 
 
 def call_samples(call: str, effort: Effort) -> AllSamples:
-    """A call on 10 tensors, nothing clipped, torch's, and the floor, in turn."""
+    """Samples of a call on 10 tensors that clips nothing, of torch's, and of the floor, in turn."""
     first, second = (Gradients(WORKLOADS["small_10"], "float32", CPU).parameters for _ in range(2))
     ours = CALLS[call](first)
     calls = {
@@ -107,7 +107,7 @@ def test_call(benchmark: Any, process: ProcessPoolExecutor, effort: Effort, path
     hand_over(benchmark, samples["tritonclip"])
 
 
-# Those of recorders are kept until the process ends.
+# The files of recorders are kept until the process ends.
 FILES = ExitStack()
 atexit.register(FILES.close)
 
@@ -123,7 +123,7 @@ def step_of(parameters: list[Tensor], clip: Any = 1e9, **options: Any) -> Callab
     return step
 
 
-# What a step may have beside a fixed limit, and the goal in microseconds over the step without it.
+# The features of a step, with the microseconds over a step with a fixed limit that are the goal.
 FEATURES: dict[str, tuple[Callable[[list[Tensor]], Callable[[], Any]], float]] = {
     FIXED: (step_of, 0.0),
     "skip_above=1e9": (partial(step_of, skip_above=1e9), 15.0),
@@ -136,19 +136,19 @@ FEATURES: dict[str, tuple[Callable[[list[Tensor]], Callable[[], Any]], float]] =
 
 @pytest.fixture(scope="module")
 def steps(effort: Effort) -> Comparison:
-    """Steps of a wrapped SGD, one whose limit is fixed, and torch's loop; none clips."""
+    """Steps of a wrapped SGD with each feature, and torch's loop; none clips."""
     lists = {name: Gradients(MLP, "float32", CPU) for name in (*FEATURES, BY_TORCH)}
     made = {name: make(lists[name].parameters) for name, (make, _) in FEATURES.items()}
     made[BY_TORCH] = NAMED["torch"].make(lists[BY_TORCH], "step", 1e9).call
     for step in made.values():
-        # Beyond every warm-up and half of every window.
+        # More steps than any warm-up and half of any window have.
         for _ in range(150):
             step()
     return Comparison({name: Timed(step) for name, step in made.items()}, effort, over_fixed)
 
 
 def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:
-    """Microseconds over the step with a fixed limit, paired."""
+    """Microseconds more than the step with a fixed limit takes, paired."""
     if name in (FIXED, BY_TORCH):
         return {}
     pairs = zip(samples[name].walls, samples[FIXED].walls, strict=True)
@@ -163,15 +163,15 @@ def test_step(benchmark: Any, steps: Comparison, feature: str, path: str) -> Non
 
 
 def lists(n: int, kind: str) -> Iterator[list[Tensor]]:
-    """Parameters before each call, whose gradients differ from the call before as LISTS says."""
-    # Sets of gradients that are kept alive, so that the next one gets other memory.
+    """The parameters for each call, with gradients that differ from the last ones by kind."""
+    # Earlier gradients are kept alive, so that the next ones get other memory.
     kept: deque[list[Tensor]] = deque(maxlen=3)
     for first_size in count(ELEMENTS):
         if not kept or kind == "first":
             sizes = [first_size, *[ELEMENTS] * (n - 1)]
             parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
         if not kept or kind in ("first", "moved"):
-            # Not zeros: norms that may have underflowed are measured again.
+            # No zeros, because norms that may have underflowed are measured again.
             kept.append([torch.full_like(p, 1e-3, requires_grad=False) for p in parameters])
         if first_size == ELEMENTS or kind in ("first", "moved", "recreated"):
             for parameter, grad in zip(parameters, kept[-1], strict=True):
@@ -180,7 +180,7 @@ def lists(n: int, kind: str) -> Iterator[list[Tensor]]:
 
 
 def list_samples(n: int, kind: str, effort: Effort) -> tuple[Samples, float]:
-    """Calls by global norm on one list, and microseconds of reading its addresses."""
+    """Samples of calls by global norm on a list, and the microseconds to read its addresses."""
     known = lists(n, kind)
     parameters, rule = next(known), tritonclip.ClipByGlobalNorm(1.0)
     flat = tritonclip.FlatGradients(parameters) if kind == "flat" else None
@@ -218,7 +218,7 @@ def test_list(benchmark: Any, process, shortest, effort: Effort, path, list, ten
 
 
 def floor_of(parameters: Sequence[Tensor]) -> Callable[[], None]:
-    """Reading and comparing gradients' addresses."""
+    """A function that reads and compares the addresses of gradients: the floor of any call."""
     known: list[int] = []
 
     def read() -> None:
@@ -231,7 +231,7 @@ def floor_of(parameters: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def launch_samples(effort: Effort) -> AllSamples:
-    """A norm and a scale launch: by the JIT, by the library, by the compiled kernels."""
+    """Samples of a norm and a scale launch, by the JIT, the library and the compiled kernels."""
     module = kernel_module("launch")
     with absent_gpu(90):
         both = launches()[:2]
@@ -264,5 +264,5 @@ def launched(process: ProcessPoolExecutor, effort: Effort) -> AllSamples:
 @pytest.mark.parametrize("call", LAUNCHED)
 @pytest.mark.parametrize("path", ["launches"], scope="module")
 def test_launch(benchmark: Any, launched: AllSamples, path: str, call: str) -> None:
-    """Time of two launches that reach a driver that does nothing."""
+    """Time of two launches with a driver that does nothing."""
     hand_over(benchmark, launched[call])

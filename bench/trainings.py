@@ -1,8 +1,8 @@
-"""Trainings by which advice is judged: small, synthetic, and of many kinds.
+"""Small synthetic trainings of many kinds, by which advice is judged.
 
-Each takes a step by `training(batch, clip)`, which calls `clip(parameters)` where `clip_grad_norm_`
-would stand. Weights come from torch's random state, and batches from a generator: the same seed is
-the same training, bit for bit on one machine.
+`training(batch, clip)` takes a step, and calls `clip(parameters)` where `clip_grad_norm_` would
+stand. Weights come from torch's random state, and batches from a generator, so that the same seed
+gives the same training, bit for bit on one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Training:
-    """A model and its optimizer, judged on data that no step sees."""
+    """A model and its optimizer; it is judged on data that no step sees."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.model = task, task.model()
@@ -42,7 +42,7 @@ class Training:
         return score.detach()
 
     def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss that a step reduces, and the loss that tells how training goes."""
+        """The loss that a step reduces, and the loss that shows how training goes."""
         loss = self.task.loss(self.model, batch)
         return loss, loss
 
@@ -56,18 +56,18 @@ class Task(NamedTuple):
     """A kind of training."""
 
     model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]  # Of its parameters.
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
     loss: Loss
-    draw: Callable[..., Batch]  # From a generator and a number of examples.
-    examples: int  # Of a batch.
+    draw: Callable[..., Batch]  # Takes a generator, a number of examples, and the noise.
+    examples: int  # In a batch.
     steps: int
     held_out: int  # Examples that no step sees.
-    noise: tuple[float, ...] = ()  # Of the batches, and not of the held-out examples.
-    judge: Loss | None = None  # The loss of held-out examples, where this is another one.
+    noise: tuple[float, ...] = ()  # Of the batches; the held-out examples have none.
+    judge: Loss | None = None  # The loss on held-out examples, if it differs from `loss`.
     training: Callable[[Task], Training] = Training
 
     def make(self) -> Training:
-        """A new training, from torch's random state."""
+        """A new training with weights from torch's random state."""
         return self.training(self)
 
     def batches(self, seed: int) -> list[Batch]:
@@ -81,7 +81,7 @@ def sgd(lr: float, momentum: float = 0.9) -> Callable[..., torch.optim.Optimizer
 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross entropy, also of each element of a sequence."""
+    """Cross entropy, also over the elements of sequences."""
     inputs, targets = batch
     return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
@@ -96,7 +96,7 @@ def normal(generator: torch.Generator, *sizes: int) -> Tensor:
 
 
 def first_symbol(generator: torch.Generator, n: int) -> Batch:
-    """Sequences of noise, in which only the first of 24 elements tells the class."""
+    """Noisy sequences of 24 elements, of which only the first one shows the class."""
     classes = torch.randint(4, (n,), generator=generator)
     x = 0.5 * normal(generator, n, 24, 4)
     x[:, 0] = 2.0 * one_hot(classes, 4)
@@ -111,7 +111,7 @@ def elman() -> nn.Module:
 
 
 def counted(generator: torch.Generator, n: int) -> Batch:
-    """Texts of blocks such as aabbccd, with as many of a, b and c; one-hot, and what follows."""
+    """Texts of blocks such as aabbccd, with equal counts of a, b and c; and the next symbols."""
     rows = []
     for _ in range(n):
         row: list[int] = []
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
 
 
 def followed(generator: torch.Generator, n: int) -> Batch:
-    """Texts of eight symbols, each of which follows from the two before it, but for a tenth."""
+    """Texts of eight symbols; nine tenths of the symbols follow from the two before them."""
     text = torch.randint(8, (n, 17), generator=generator)
     is_free = torch.rand(n, 17, generator=generator) < 0.1
     for i in range(2, 17):
@@ -159,7 +159,7 @@ def followed(generator: torch.Generator, n: int) -> Batch:
 
 
 def bars(generator: torch.Generator, n: int) -> Batch:
-    """Images of a bar in one of eight directions, under noise."""
+    """Noisy images of a bar in one of eight directions."""
     classes = torch.randint(8, (n,), generator=generator)
     shift = 2 * torch.rand(n, 1, 1, generator=generator) - 1
     angle = (classes * math.pi / 8).view(n, 1, 1)
@@ -175,7 +175,7 @@ def convolution() -> nn.Module:
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16 * 4, 8))
 
 
-# The functions, and the matrix, that are to be learned.
+# The functions to be learned.
 @cache
 def hidden_network(inputs: int, outputs: int) -> nn.Sequential:
     with torch.random.fork_rng([]):
@@ -189,7 +189,7 @@ def weights(n: int) -> Tensor:
 
 
 def cauchy_like(generator: torch.Generator, n: int, noise: float = 0.0) -> Batch:
-    """A linear function of 20 inputs, under Pareto's noise of index 1.2 and of either sign."""
+    """A linear function of 20 inputs, plus Pareto noise of index 1.2 and of either sign."""
     x = normal(generator, n, 20)
     tail = torch.rand(n, generator=generator).pow(-1 / 1.2) - 1
     sign = torch.randint(2, (n,), generator=generator) * 2 - 1
@@ -197,7 +197,7 @@ def cauchy_like(generator: torch.Generator, n: int, noise: float = 0.0) -> Batch
 
 
 def mislabelled(generator: torch.Generator, n: int, wrong: float = 0.0) -> Batch:
-    """Five classes, some of whose labels are replaced by random ones."""
+    """Examples of five classes, with some labels replaced by random ones."""
     x = normal(generator, n, 20)
     labels = hidden_network(20, 5)(3 * x).argmax(1)
     others = torch.randint(5, (n,), generator=generator)
@@ -211,20 +211,20 @@ def smooth_function(generator: torch.Generator, n: int) -> Batch:
 
 
 def corrupted(generator: torch.Generator, n: int, share: float = 0.0) -> Batch:
-    """A clean regression, in which a few batches are 30 times too large."""
+    """A regression without noise, in which a few batches are 30 times too large."""
     x, y = smooth_function(generator, n)
     factor = 30.0 if float(torch.rand((), generator=generator)) < share else 1.0
     return factor * x, factor * y
 
 
 def counts(generator: torch.Generator, n: int) -> Batch:
-    """Counts whose logarithm is linear in 10 inputs with tails."""
+    """Poisson counts; the logarithm of their mean is linear in 10 inputs with heavy tails."""
     x = normal(generator, n, 10) * (0.3 * normal(generator, n, 1)).exp()
     return x, torch.poisson((x @ weights(10) * 0.6).exp(), generator=generator)
 
 
 def poisson_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Poisson's negative log likelihood, whose gradient grows with the exponential."""
+    """The negative log likelihood of Poisson counts, whose gradient grows exponentially."""
     inputs, targets = batch
     scores: Tensor = model(inputs).squeeze(-1)
     return (scores.exp() - targets * scores).mean()
@@ -246,7 +246,7 @@ def deep() -> nn.Module:
 
 
 class Factors(nn.Module):
-    """The product of two matrices, and its elements."""
+    """Two matrices whose product is to match given elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Factors(nn.Module):
         self.right = nn.Parameter(1.5 * torch.randn(40, 4))
 
     def forward(self, places: Tensor) -> Tensor:
-        """Elements at these places."""
+        """The elements of the product at these places."""
         return (self.left[places[:, 0]] * self.right[places[:, 1]]).sum(1)
 
 
@@ -273,7 +273,7 @@ class PoleTraining(Training):
     """REINFORCE: policy gradients of episodes, with returns that are neither scaled nor centred."""
 
     def episodes(self, start: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the actions, and rewards; an episode ends when the pole falls."""
+        """Log-probabilities of actions, and rewards, until the pole falls or the cart leaves."""
         state, alive = start, torch.ones(len(start))
         scores, rewards = [], []
         for draw in draws:
@@ -295,7 +295,7 @@ class PoleTraining(Training):
     def held_out_loss(self) -> float:
         """The negative mean length of other episodes."""
         length = float(self.episodes(*self.held_out)[1].sum(0).mean())
-        # Of weights that are NaN no action is chosen.
+        # If weights are NaN, no action is chosen: the length means nothing.
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
         return -length if finite else math.nan
 
@@ -313,15 +313,15 @@ def pole_after(state: Tensor, action: Tensor) -> Tensor:
 
 
 def starts(generator: torch.Generator, n: int) -> Batch:
-    """First states of episodes, and a uniform number for each action."""
+    """The first states of episodes, and a uniform number for each action."""
     start = 0.1 * torch.rand(n, 4, generator=generator) - 0.05
     return start, torch.rand(60, n, generator=generator)
 
 
 class RingTraining(Training):
-    """A generator against a discriminator: two backward passes and two clips in a step.
+    """A generator against a discriminator, with two backward passes and two clips in each step.
 
-    Their game has no end: the loss is a mean over the last batches, of which each is new.
+    Their game does not converge, so the loss is a mean over the last batches, which are all new.
     """
 
     def __init__(self, task: Task) -> None:
@@ -330,7 +330,7 @@ class RingTraining(Training):
         self.last: deque[Tensor] = deque(maxlen=50)
 
     def __call__(self, batch: Batch, clip: Clip) -> Tensor:
-        """A step of each; the loss is the distance of this batch."""
+        """Takes a step of both networks, and returns the distance on this batch before it."""
         real, noise = batch
         generator, judge = self.model.children()
         made = generator(noise)
@@ -349,7 +349,7 @@ class RingTraining(Training):
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """The mean distance of the last batches before their steps, or of other points at first."""
+        """The mean of the last distances; before any step, the distance on held-out points."""
         if self.last:
             return float(torch.stack([*self.last]).mean())
         real, noise = self.held_out
@@ -378,11 +378,11 @@ def clean_line(generator: torch.Generator, n: int) -> Batch:
     return x, x @ weights(20)
 
 
-# Trainings that nobody had seen when the search was last changed.
+# The rest belongs to trainings that nobody had seen when the search was last changed.
 
 
 def sparse(generator: torch.Generator, n: int) -> Batch:
-    """Signals of 24 elements that are mixed from three of 12 waves."""
+    """Signals of 24 elements, each mixed from three of 12 waves."""
     waves = (torch.arange(1, 13).view(12, 1) * torch.arange(24) * math.pi / 24).sin()
     chosen = torch.rand(n, 12, generator=generator).argsort(1) < 3
     signals = (chosen * normal(generator, n, 12)) @ waves
@@ -400,13 +400,13 @@ def views(generator: torch.Generator, n: int) -> Batch:
 
 
 def contrast(model: nn.Module, batch: Batch) -> Tensor:
-    """InfoNCE: which second view belongs to which first one (van den Oord et al. 2018)."""
+    """InfoNCE: find the second view of each first view (van den Oord et al. 2018)."""
     first, second = (nn.functional.normalize(model(one), dim=1) for one in batch)
     return cross_entropy(first @ second.T / 0.05, torch.arange(len(first)))
 
 
 def marked_sums(generator: torch.Generator, n: int) -> Batch:
-    """The adding problem: numbers, and marks on the two whose sum is asked for."""
+    """The adding problem: numbers, two of which are marked, and the sum of these two."""
     numbers = torch.rand(n, 20, generator=generator)
     marks = (torch.rand(n, 20, generator=generator).argsort(1) < 2).float()
     return torch.stack([numbers, marks], 2), (numbers * marks).sum(1)
@@ -434,7 +434,7 @@ def transitions(generator: torch.Generator, n: int) -> Batch:
 
 
 def bootstrap(model: nn.Module, batch: Batch) -> Tensor:
-    """Temporal differences, towards a target that the model itself gives."""
+    """The error of temporal differences; the model itself gives the target."""
     before, after, rewards, _ = batch
     target = rewards + 0.9 * model(after).squeeze(1).detach()
     return mse_loss(model(before).squeeze(1), target)
@@ -445,7 +445,7 @@ def true_values(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def branches(generator: torch.Generator, n: int) -> Batch:
-    """One of two functions of a number, under noise that is small on one side."""
+    """Values of one of two functions, plus noise that is small for negative numbers."""
     x = 4 * torch.rand(n, 1, generator=generator) - 2
     sign = torch.randint(2, (n, 1), generator=generator) * 2 - 1
     noise = (0.02 + 0.2 * (x > 0)) * normal(generator, n, 1)
@@ -461,7 +461,7 @@ def mixture(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Experts(nn.Module):
-    """A mixture of eight experts, of which each input has the two that its gate prefers."""
+    """A mixture of eight experts; each input uses the two that the gate prefers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ class Experts(nn.Module):
 
 
 def rare_words(generator: torch.Generator, n: int) -> Batch:
-    """Counts of 60 words, most of them rare, and a class that some rare ones tell."""
+    """Counts of 60 words, most of them rare, and a class that depends on which words occur."""
     rates = 8.0 / torch.arange(1, 61)
     counts = torch.poisson(rates.expand(n, 60), generator=generator)
     scores = (counts > 0).float() @ weights(60 * 3).view(60, 3)
@@ -486,7 +486,7 @@ def rare_words(generator: torch.Generator, n: int) -> Batch:
 
 
 class Largest(nn.Module):
-    """Attention over a set of numbers, by one query."""
+    """Attention of one query over a set of points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,13 +502,13 @@ class Largest(nn.Module):
 
 
 def sets(generator: torch.Generator, n: int) -> Batch:
-    """Sets of eight points, and the largest distance of one from the origin."""
+    """Sets of eight points, and the largest distance of a point from the origin."""
     points = normal(generator, n, 8, 2)
     return points, points.norm(dim=2).max(1).values
 
 
 def spikes(generator: torch.Generator, n: int, share: float = 0.0) -> Batch:
-    """A series whose next value is asked for; in some batches one sensor fails."""
+    """Series and their next values; in some batches one series is that of a failing sensor."""
     start = 6 * torch.rand(n, 1, generator=generator)
     series = (start + 0.5 * torch.arange(13)).sin() + 0.1 * normal(generator, n, 13)
     if float(torch.rand((), generator=generator)) < share:
@@ -524,7 +524,7 @@ class Code(nn.Module):
         self.encoder, self.decoder = dense(24, 32, 4), dense(2, 32, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The bound of each example, for a likelihood of the deviation 0.2."""
+        """The negative evidence bound of each example; the likelihood has the deviation 0.2."""
         means, scales = self.encoder(x).chunk(2, 1)
         made = self.decoder(means + scales.exp() * torch.randn_like(means))
         prior = (means.square() + (2 * scales).exp()).sum(1) / 2 - scales.sum(1)
@@ -540,7 +540,7 @@ def bound(model: nn.Module, batch: Batch) -> Tensor:
 LINE, CLASSIFIER = partial(nn.Linear, 20, 1), partial(dense, 20, 64, 64, 5)
 SMOOTH, POLICY = (partial(dense, *own, between=nn.Tanh) for own in ((10, 64, 64, 1), (4, 32, 2)))
 COUNTS, ADAMW = partial(nn.Linear, 10, 1), partial(torch.optim.AdamW, lr=3e-3)
-# Model, optimizer, loss, batches: examples of each, their number; held-out examples, and noise.
+# Fields in order: model, optimizer, loss, draw, examples, steps, held-out examples, noise.
 TASKS = {
     "Elman network, long memory": Task(elman, sgd(0.03), classify, first_symbol, 16, 200, 512),
     # The learning rate is that of language models of its time.

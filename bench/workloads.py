@@ -1,7 +1,7 @@
 """Gradient lists in the shapes of public architectures, and the plans to measure them.
 
 A workload has the shapes that `model.parameters()` yields, in its order; nothing is downloaded.
-Where a model does not fit the memory of an ordinary machine, its note tells how it was scaled.
+If a model does not fit the memory of an ordinary machine, its note says how it was scaled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bench import models
 
 DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
-# step: by global norm, and then a step of SGD. largest: by the global norm of order inf. unit: each
-# unit relative to its weights, adaptive gradient clipping.
+# "step" clips by global norm and takes a step of SGD, "largest" clips by the global norm of order
+# inf, and "unit" clips each unit relative to its weights (adaptive gradient clipping).
 RULES = (*CLIPS, "step", "largest", "unit")
 STEPS = ("unclipped", "clipped")
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
@@ -30,7 +30,7 @@ Shapes = tuple[Shape, ...]
 
 
 def dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
-    """The dtype of a tensor in a list of a dtype."""
+    """The dtype of a tensor; in a "mixed" list, float32 for vectors and bfloat16 for the rest."""
     name = ("float32", "bfloat16")[n_dimensions > 1] if dtype == "mixed" else dtype
     return getattr(torch, name)  # type: ignore[no-any-return]
 
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
     name: str  # In rows and options.
     title: str  # In tables.
     shapes: Shapes
-    note: str = ""  # How it was scaled, or is special; empty for a model as it is.
+    note: str = ""  # How the model was scaled or is special; empty for others.
     misaligned: bool = False  # Gradients start 1 to 7 elements after an aligned address, in turn.
     channels_last: bool = False  # Gradients of four dimensions have those strides.
 
@@ -51,13 +51,13 @@ class Workload(NamedTuple):
 
 
 def _shapes(make: Callable[[], nn.Module]) -> Shapes:
-    """Those of the parameters of a model, which gets no memory."""
+    """The shapes of the parameters of a model, which is made without memory."""
     with torch.device("meta"):
         return tuple(tuple(parameter.shape) for parameter in make().parameters())
 
 
 def _dense(*widths: int) -> Shapes:
-    """Weight and bias of each layer of a multilayer perceptron."""
+    """The shapes of a multilayer perceptron."""
     return _shapes(partial(models.dense, *widths))
 
 
@@ -68,7 +68,7 @@ def llama3(layers: int, vocabulary: int) -> Shapes:
 
 
 def moe(shrink: int) -> Shapes:
-    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its config, widths over `shrink`."""
+    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066), its config with widths / `shrink`."""
     # 64 routed and 2 shared experts in 27 of 28 layers.
     width, expert, dense, vocabulary = (n // shrink for n in (2048, 1408, 10944, 102400))
 
@@ -87,7 +87,7 @@ _VIT_STEM, _VIT_NORM = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), (
 _VIT_ATTENTION = (*_VIT_NORM, (2304, 768), (2304,), *_dense(768, 768))
 _VIT_LAYER = (*_VIT_ATTENTION, *_VIT_NORM, *_dense(768, 3072, 768))
 _VIT_B16 = (*_VIT_STEM, *(_VIT_LAYER * 12), *_VIT_NORM, *_dense(768, 1000))
-# Small, tied embeddings: Radford et al. 2019; `gpt2` of Hugging Face Transformers.
+# GPT-2 small with tied embeddings: Radford et al. 2019; `gpt2` of Hugging Face Transformers.
 _GPT2_ATTENTION = ((768,), (768,), (768, 2304), (2304,), (768, 768), (768,))
 _GPT2_LAYER = (*_GPT2_ATTENTION, (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,))
 _GPT2 = ((50257, 768), (1024, 768), *(_GPT2_LAYER * 12), (768,), (768,))
@@ -99,7 +99,7 @@ _VECTORS = torch.randint(64, 1025, (300,), generator=torch.Generator().manual_se
 _ODD = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
 _RESNET20 = _shapes(partial(models.resnet20, normalized=True))
 SMALL = (1, 2, 4, 10, 30, 100, 300)
-# Shapes of biases, norms and small layers in turn: 28 elements on average.
+# Shapes of biases, norms and small layers in turn, with 28 elements on average.
 _TEN = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
 _SMALL_NOTE = "small lists: tensors of 1 to 64 elements"
 _LLAMA3_NOTE = "one layer of 32, with a 32nd of the embedding and of the head"
@@ -109,11 +109,11 @@ _ALL = (
     *(Workload(f"small_{n}", f"{n} small", (_TEN * n)[:n], _SMALL_NOTE * (n == 1)) for n in SMALL),
     Workload("mlp4", "MLP, 706 elements", _dense(8, 64, 2)),
     Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10)),
-    # Fully connected between its feature maps, as is usual today.
+    # All feature maps are connected, as is usual today.
     Workload("lenet5", "LeNet-5", _shapes(models.lenet5)),
     Workload("resnet20", "ResNet-20", _RESNET20),
     Workload("resnet20_last", "ResNet-20, channels_last", _RESNET20, channels_last=True),
-    # As torchvision's.
+    # The same as torchvision's.
     Workload("resnet50", "ResNet-50", _shapes(models.resnet50)),
     Workload("vit_b16", "ViT-B/16", _VIT_B16),
     Workload("gpt2_124m", "GPT-2 124M", _GPT2),
@@ -132,7 +132,7 @@ WORKLOADS = {workload.name: workload for workload in _ALL}
 
 SHORT = (*(f"small_{n}" for n in SMALL), "mlp4", "mlp8", "lenet5", "resnet20")
 TWO = ("norm", "value")
-# Workloads, their dtype, and the rules that they are measured by.
+# Entries of workloads, their dtype, and the rules by which they are measured.
 Plan = Sequence[tuple[Sequence[str], str, Sequence[str]]]
 PLANS: dict[str, Plan] = {
     # Under two minutes on two cores.
@@ -182,7 +182,7 @@ PLANS: dict[str, Plan] = {
     ),
     # Beside other frameworks.
     "frameworks": ((("resnet50", "gpt2_124m", "lora_r16", "odd"), "float32", CLIPS),),
-    # As much as ten minutes of an H100 show.
+    # Takes about ten minutes on an H100.
     "gpu": (
         (("small_1", "small_10", "small_100", "mlp8", "resnet20"), "float32", TWO),
         (("resnet50", "lora_r16", "tiny_10000", "odd"), "float32", TWO),
@@ -197,7 +197,7 @@ PLANS: dict[str, Plan] = {
         (("resnet20",), "float64", ("norm",)),
     ),
 }
-# The same for clipping out of place, which has no other plans.
+# The plans for clipping out of place.
 FUNCTIONAL: dict[str, Plan] = {
     "quick": ((("small_10", "resnet20"), "float32", CLIPS),),
     "full": (
@@ -209,7 +209,7 @@ FUNCTIONAL: dict[str, Plan] = {
 
 
 def named(part: str, value: str) -> str:
-    """A part of a case in words; as it is where there are none."""
+    """The title of a part of a case, if it has one."""
     titles = {name: workload.title for name, workload in WORKLOADS.items()}
     return {"workload": titles, "rule": BY}.get(part, {}).get(value, value)
 

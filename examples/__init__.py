@@ -1,1 +1,1 @@
-"""Examples that train with and without clipping; a package, as Opacus installs one of this name."""
+"""Examples that train with and without clipping; Opacus installs another package `examples`."""

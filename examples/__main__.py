@@ -1,4 +1,4 @@
-"""Run the examples, and say what they have shown: `make demo`, or `python -m examples`."""
+"""Run all examples and print what they have shown: `make demo`, or `python -m examples`."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from examples import find_limit, train_rnn, train_transformer
 
 
 def main() -> None:
-    """Train, and end with the results, the figures and the next commands."""
+    """Train, then print the results, the paths of the figures and the next command."""
     digits, text, found = train_rnn.main([]), train_transformer.main([]), find_limit.main()
     figures = [module.parse([])[1] for module in (train_rnn, train_transformer)]
     python = Path(sys.executable)

@@ -1,13 +1,13 @@
 """Find the limit of a recurrent network by trying, and train with it.
 
 The network of train_rnn.py reads handwritten digits, here with a smaller recurrent matrix and in
-120 steps. `find_max_norm` tries limits in shorter trainings. Then the network is trained without
-clipping and with the limit that was found, from three seeds that the search has not seen, and reads
-digits that no training has seen.
+120 steps. `find_max_norm` tries limits in shorter trainings. Then the network trains without
+clipping and with the limit that was found, from three seeds that the search has not seen, and is
+tested on digits that no training has seen.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
-``python -m examples.find_limit``. With ``--full`` the network is that of train_rnn.py, which trains
-for 2,000 steps, and ``--steps 300`` makes the trials of the search longer or shorter.
+``python -m examples.find_limit``. ``--full`` trains the network of train_rnn.py for 2,000 steps,
+and ``--steps 300`` sets the length of the trials of the search.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def find(data: list[torch.Tensor], settings: Settings, steps: int) -> Found:
 
 
 def conclusion(limit: float | None, shares: dict[str, list[float]]) -> str:
-    """Say in a sentence what came of the limit, as ranges over seeds."""
+    """Say in two sentences what limit was found, and how accuracies range over seeds."""
     ranges = [f"{min(own):.0%} to {max(own):.0%} {name}" for name, own in shares.items()]
     return (
         f"The limit that was found for a shorter training of it is {limit}. Over {len(SEEDS)} "

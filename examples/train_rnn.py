@@ -12,7 +12,7 @@ The limit of 1.0 clips nearly every step; `suggest_max_norm` would choose one th
 Here the limit acts as a smaller learning rate: at 20, which clips less than 1% of the steps, this
 network learns poorly. train_transformer.py shows the usual case.
 
-The first steps amplify every rounding, so that the results differ from one kind of CPU to another.
+The first steps amplify every rounding error, so results differ between kinds of CPUs.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
 ``python examples/train_rnn.py``.
@@ -126,7 +126,7 @@ def train(
         measured.append(torch.stack([loss.detach(), before, after]))
         advance()
 
-    # One transfer at the end: no step waits for a GPU.
+    # One transfer at the end, so that no step waits for a GPU.
     rows = torch.stack(measured).cpu()
     finite = int(rows.isfinite().all(dim=1).cumprod(dim=0).sum())
     losses, norms, _ = rows[:finite].T.tolist()
@@ -138,7 +138,7 @@ def train(
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """Measure the global norm, for the table and the figure only, in the same way in every run."""
+    """Measure the global norm for the table and the figure, in the same way in every run."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return tritonclip.get_total_norm(gradients)
 

@@ -4,8 +4,8 @@ It learns to write the help pages of Python (`help("topics")`), character by cha
 so small, and the learning rate is so high, that one spike can undo the training before it. The six
 ways are: no clipping; a fixed limit; the limit that `suggest_max_norm` suggests for the run with
 the fixed limit; a percentile of the last norms; their z-score; and no clipping, with outliers
-skipped. All start from the same weights and use the same batches. Where the norms name no limit,
-the suggested one is the candidate that clips about 5% of the steps.
+skipped. All start from the same weights and use the same batches. If the norms suggest no limit,
+the candidate that clips about 5% of the steps takes its place.
 
 The text differs between versions of Python, so that the results vary. At ``--learning-rate 1.0``
 the limits that follow the norms fail too; docs/choosing_max_norm.md says why.
@@ -42,7 +42,7 @@ LENGTH, WIDTH, HEADS, BATCH, WARMUP = 64, 48, 4, 2, 100
 
 @dataclass(frozen=True)
 class Way:
-    """A way to clip or skip spikes; if `clip` is None, with the suggested limit."""
+    """A way to clip or skip spikes; `clip` None stands for the suggested limit."""
 
     name: str
     colour: str
@@ -85,12 +85,12 @@ class History:
 
     @property
     def final_loss(self) -> float:
-        """The mean of the last 50 losses; infinite where they are NaN, or as bad as guessing."""
+        """The mean of the last 50 losses; infinite if it is NaN or not below the first loss."""
         loss = fmean(self.losses[-50:])
         return loss if loss < self.losses[0] else math.inf
 
     def spikes(self) -> list[bool]:
-        """Whether the run survived each spike, but for the last 60 steps.
+        """Whether the run survived each spike before its last 60 steps.
 
         A spike is a norm of at least four times the median of the 50 norms before it. Spikes less
         than 25 steps from each other count as one. The run survives a spike if the mean loss of 50
@@ -141,7 +141,7 @@ def train(
     """Train one transformer and record its norms."""
     torch.manual_seed(seed)
     model = Transformer(int(text.max()) + 1).to(text.device)
-    # A fused optimizer skips a step on the device: the host does not wait.
+    # A fused optimizer skips a step on the device, so that the host does not wait.
     optimizer = tritonclip.ClippedOptimizer(
         torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9, fused=True),
         math.inf if way.clip is None else way.clip,
@@ -175,7 +175,7 @@ def train(
         for name in ("norm", "coefficient", "limit", "skipped")
     )
     clipped = [coefficient < 1 for coefficient in coefficients]
-    # One transfer at the end: no step waits for a GPU.
+    # One transfer at the end, so that no step waits for a GPU.
     return History(torch.stack(losses).tolist(), norms, limits, clipped, list(map(bool, skipped)))
 
 
@@ -191,10 +191,10 @@ def train_all(settings: Settings) -> dict[str, list[History]]:
         for way in WAYS:
             task = progress.add_task(way.name, total=settings.steps * settings.seeds)
             if way.clip is None:
-                # From the fixed limit: recorded norms are those before clipping.
+                # Recorded norms are those before clipping, so the run with the fixed limit serves.
                 suggestion = tritonclip.suggest_max_norm(histories["fixed limit 1.0"][0].norms)
                 progress.print(f"Suggested: {suggestion.max_norm}. {suggestion.reason}")
-                # Where the norms name no limit, the candidate that clips about 5% of the steps.
+                # If no limit is suggested, take the candidate that clips about 5% of the steps.
                 near = min(suggestion.candidates, key=lambda one: abs(one.share - 0.05))
                 way = replace(way, clip=suggestion.max_norm or near.max_norm)
             advance = partial(progress.advance, task)
@@ -234,7 +234,7 @@ def conclusion(histories: dict[str, list[History]]) -> str:
 
 
 def write_norms(run: History, path: Path) -> None:
-    """Write norms and limits as a recorder does, in place of those of an earlier run."""
+    """Write norms and limits as a recorder does, over the file of an earlier run."""
     path.unlink(missing_ok=True)
     with tritonclip.record(path) as recorder:
         for norm, limit in zip(run.norms, run.limits, strict=True):
@@ -268,7 +268,7 @@ def draw(histories: dict[str, list[History]], path: Path) -> None:
     marks = {line.get_label(): line for name in names for line in axes[name].lines}
     legend = figure.legend(handles=marks.values(), loc="outside lower center", ncols=len(marks))
     for mark in legend.get_lines():
-        # Each panel has another colour: the shapes tell what a mark is.
+        # The panels differ in colour, so the legend shows the shapes of the marks only.
         mark.set_color("0.3" if mark.get_linestyle() == "None" else mark.get_color())
     figure.savefig(path)
 

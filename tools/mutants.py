@@ -1,9 +1,9 @@
 """Mutation testing of the core: `nox -s mutants`, or `python tools/mutants.py` in a copy of it.
 
-A mutant is the core with one small change. Where no test fails it survives: a test is missing, code
-is needless, or the change changes nothing. coverage.py measures once which tests run each line, and
-a mutant meets only those that run its line, one case of every test function first, in a fork of a
-process that has imported torch and not tritonclip.
+A mutant is the core with one small change. It survives if no test fails: a test is missing, code is
+needless, or the change has no effect. coverage.py measures once which tests run each line. A mutant
+meets only the tests that run its line, with one case of every test function first, in a fork of a
+process that has imported torch but not tritonclip.
 """
 
 import argparse
@@ -32,28 +32,28 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
-# Compiled graphs, launches of kernels and several processes take other tests.
+# Files that other tests cover: compiled graphs and the Triton backend.
 NOT_CORE = re.compile("compiled|graph_break|triton")
 TESTS = [
     *["backends", "backward", "clip", "engine", "flat", "functional", "monitor", "optim", "rules"],
     *["distributed/test_refusals.py", "test_calls.py", "test_messages.py", "test_modes.py"],
     *["test_moves.py", "test_named_norms.py", "test_refusals.py", "test_warm_calls.py"],
 ]
-# One change of each kind: most others say nothing more, and those for | change annotations.
+# One change of each kind is enough: others rarely show more, and those of | change annotations.
 NOT_TRIED = re.compile(
     "core/(RemoveDecorator|ReplaceUnaryOperator_(USub|UAdd|Invert)"
     "|ReplaceBinaryOperator_(?!Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_Add|Pow_Mul)"
     "|ReplaceComparisonOperator_"
     "(?!Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Is_IsNot|IsNot_Is))"
 )
-# Seconds of tests that a mutant meets at most, and those after which it counts as killed.
+# The most seconds of tests for a mutant, and the seconds after which it counts as killed.
 MOST, TIMEOUT = 30.0, 300.0
 # The tests of `make test`.
 OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not exhaustive")
 
 
 class Mutant(NamedTuple):
-    """One change: an occurrence of an operator of cosmic-ray, and its lines."""
+    """One change: an occurrence of an operator of cosmic-ray, with its first and last line."""
 
     path: str
     operator: str
@@ -63,7 +63,7 @@ class Mutant(NamedTuple):
 
 
 class Recorder(coverage.Coverage):
-    """A plugin of pytest: measures the lines of each test, and the seconds of those that pass."""
+    """A pytest plugin that measures the lines of each test, and the seconds of passed tests."""
 
     seconds: dict[str, float]
 
@@ -71,7 +71,7 @@ class Recorder(coverage.Coverage):
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         from tritonclip.engine.plan_cache import plans
 
-        # A test that finds the plan of another one does not run the lines that make it.
+        # A test that finds the plan of an earlier one would not run the lines that make plans.
         plans.clear()
         self.seconds[item.nodeid] = start = time.perf_counter()
         # Started for each test, as some set a trace function.
@@ -88,13 +88,13 @@ class Recorder(coverage.Coverage):
             self.seconds.pop(report.nodeid, None)
 
     def pytest_collection_finish(self) -> None:
-        """Imports the core, which is no work of the test that needs a module first."""
+        """Imports the core, so that no test seems to run the lines of an import."""
         for path in core():
             __import__(path.removesuffix(".py").replace("/", "."))
 
 
 class Chosen(list[str]):
-    """A plugin of pytest that keeps some tests, in their order."""
+    """A pytest plugin that selects tests and runs them in the order of this list."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         known = {item.nodeid: item for item in items}
@@ -121,14 +121,14 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 
 
 def is_no_decision(node: Any) -> bool:
-    """Whether no right code can tell: the star of a signature, and `strict=` of equal lengths."""
+    """Whether correct code behaves the same: a star in a signature, or `strict=` of `zip`."""
     parent = node.parent
     of_strict = parent.type == "argument" and parent.get_first_leaf().value == "strict"
     return bool(of_strict or (parent.type == "parameters" and node.type == "operator"))
 
 
 def forked(work: Callable[[], object], log: Path, timeout: float = float("inf")) -> int | None:
-    """The exit status of work in a new process; None where it took too long."""
+    """The exit status of work in a new process; None if it took too long."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -144,7 +144,7 @@ def forked(work: Callable[[], object], log: Path, timeout: float = float("inf"))
             time.sleep(0.02)
         return None
     finally:
-        # Also what tests left behind, and where the run is ended.
+        # Also kills processes that tests left behind, and when the run is interrupted.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
 
@@ -169,9 +169,9 @@ def tests_of_lines(path: str, results: Path) -> Any:
 
 
 def tests_of(mutant: Mutant, seconds: dict[str, float], results: Path) -> list[str]:
-    """The tests that run the smallest expression of which a line is known, or the statement.
+    """The tests that run the smallest expression, or the statement, around a change.
 
-    Of a change outside of functions, which no test runs, all tests of the file.
+    No test runs a change outside of functions by itself, so all tests of the file are taken.
     """
     of_lines = tests_of_lines(mutant.path, results)
     tree = ast.parse(Path(mutant.path).read_text())
@@ -188,7 +188,7 @@ def tests_of(mutant: Mutant, seconds: dict[str, float], results: Path) -> list[s
 
 
 def in_order(tests: set[str], seconds: dict[str, float]) -> list[str]:
-    """The quickest case of each test function, then the next ones, as time permits."""
+    """Sorts tests: the quickest case of each function, then the next ones, while time is left."""
     cases: Counter[str] = Counter()
     ranked = []
     for test in sorted(tests.intersection(seconds), key=lambda test: (seconds[test], test)):
@@ -201,7 +201,7 @@ def in_order(tests: set[str], seconds: dict[str, float]) -> list[str]:
 
 
 def outcome_of(tests: list[str], log: Path) -> str:
-    """What became of the code as it stands: "survived", or what killed it."""
+    """Runs tests on the code as it stands; returns "survived", or what killed it."""
     sys.dont_write_bytecode = True
     files = sorted({test.partition("::")[0] for test in tests})
     status = forked(lambda: pytest.main([*files, *OPTIONS], [Chosen(tests)]), log, TIMEOUT)
@@ -212,7 +212,7 @@ def outcome_of(tests: list[str], log: Path) -> str:
 
 
 def try_out(mutant: Mutant, tests: list[str], log: Path) -> dict[str, object]:
-    """Makes one change, runs tests, and takes the change back."""
+    """Makes a change, runs tests, and takes the change back."""
     path = Path(mutant.path)
     before = path.read_text()
     after = mutate_code(before, get_operator(mutant.operator)(), mutant.occurrence)
@@ -226,7 +226,7 @@ def try_out(mutant: Mutant, tests: list[str], log: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Tries a sample of the mutants, and prints those that live; goes on where it was ended."""
+    """Tries a sample of the mutants, and prints survivors; resumes an interrupted run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", help="files or folders in place of the core")
     parser.add_argument("--sample", type=int, default=300)
