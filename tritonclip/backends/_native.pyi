@@ -1,16 +1,16 @@
 """The functions of `native/module.c`.
 
-`addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
-elements as bytes of int64. `dtype` is a code of `native.CODES`. At most `threads` threads
-share a list of SHARED elements or more. Wrong arguments raise; an address is trusted, but for 0:
-memory that is not there ends the process.
+`addresses` and `sizes` describe contiguous gradients of one dtype: the first byte of each, and its
+number of elements, as bytes of int64. `dtype` is a code of `native.CODES`. At most `threads`
+threads share a list of SHARED elements or more. Wrong arguments raise. Every address except 0 is
+trusted, so an address without memory ends the process.
 
-Other functions take `leaves`, a tensor or a list of tensors and None, make new tensors by
-`create`, as `torch.empty_like` does, write to them, and return them in place of the leaves. They
-return None, having changed nothing, where the leaves are no plain tensors on a CPU of these dtypes
-(of complex ones pairs are read), with memory, without gaps between their elements, without a lazy
-sign or conjugate, and without operations that autograd records; and where a number is none, or may
-be rounded on its way.
+Other functions take `leaves`, which are a tensor or a list of tensors and None. They make new
+tensors by `create`, which is like `torch.empty_like`, write to them, and return them in the form of
+the leaves. They return None, and have changed nothing, unless the leaves are plain CPU tensors of
+these dtypes (complex ones are read as pairs), with memory, without gaps between elements, lazy
+signs or conjugates, and without operations that autograd records. They also return None if a limit
+or bound is no number, or might be rounded when it is converted.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,9 @@ def norms(
 def coefficients(
     norms: list[float], limit: float | list[float], eps: float, wide: bool, /
 ) -> tuple[list[float], float]:
-    """min(1, limit / (norm + eps)) of each, and the least, or NaN where one is.
+    """min(1, limit / (norm + eps)) for each norm, and the least of these, or NaN if one is NaN.
 
-    `limit` is one number, or one for each norm. Every step is rounded to float32, or to float64
-    where `wide`.
+    `limit` is one number, or one for each norm. Every step is rounded to float32 unless `wide`.
     """
 
 def multiply_(
@@ -54,7 +53,7 @@ def multiply_(
 ) -> None:
     """Multiplies all gradients by one factor, or each by its own.
 
-    Factors are rounded to float32, but for float64 gradients. Gradients whose factor is 1 are left.
+    Factors are float32, except for float64 gradients. Gradients whose factor is 1 are not written.
     """
 
 def unit_norms(
@@ -62,11 +61,11 @@ def unit_norms(
 ) -> list[int]:
     """Writes the 2-norm of each unit to memory, as float64, tensor after tensor.
 
-    `sizes` are elements of a unit, `rows` how many of them each tensor has; `norms` is an address.
-    An address of 0 leaves a tensor out, whose norms are inf.
+    `sizes` are the elements of a unit, `rows` the units of each tensor, and `norms` is an address.
+    A tensor with the address 0 is left out, and its norms are inf.
 
     Returns:
-        Indices of tensors that were left out, and of those of float64 of which squares may have
+        The indices of tensors that were left out, and of float64 tensors whose squares may have
         overflowed or lost digits.
     """
 
@@ -80,21 +79,21 @@ def unit_factors(
     dtype: int,
     /,
 ) -> tuple[bytes, list[int], float]:
-    """The factors of gradients of a dtype: coefficient / scale of each unit.
+    """The factors of gradients of a dtype: coefficient / scale for each unit.
 
-    A coefficient is min(1, ratio * max(weights, eps) / (gradient / scale)), from the float64[2, n]
-    of norms at an address, rounded to float32, or to float64 where `wide`. `ratio` is one number,
-    or one for each gradient.
+    A coefficient is min(1, ratio * max(weights, eps) / (gradient / scale)), rounded to float64 if
+    `wide`, else to float32. `norms` is the address of the norms of gradients and weights,
+    float64[2, n]. `ratio` is one number, or one for each gradient.
 
     Returns:
-        Factors, as bytes of float64; indices of gradients with a factor that is not 1; the least
-        coefficient, or NaN where one is.
+        The factors as bytes of float64; the indices of gradients with a factor that is not 1; and
+        the least coefficient, or NaN if one is NaN.
     """
 
 def multiply_units_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, factors: bytes, /
 ) -> None:
-    """Multiplies each unit by its factor; leaves units whose factor is 1, and addresses of 0."""
+    """Multiplies each unit by its factor, except for factors of 1 and addresses of 0."""
 
 def clip_(
     addresses: list[int],
@@ -112,17 +111,16 @@ def clip_(
 ) -> float | None:
     """Multiplies all gradients by min(1, limit / (norm + eps)) / scale.
 
-    The norm is divided by `scale`. `before(written)` is called before a write.
+    The norm is the one after division by `scale`. `before(written)` is called before a write.
 
     Returns:
-        The norm, or None, with nothing written, where squares of float64 may have overflowed or
-        lost digits.
+        The norm; or None, with nothing written, if float64 squares may be inf or have lost digits.
     """
 
 def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /
 ) -> None:
-    """Clamps; the bounds are numbers of the dtype. Lists within them are not written."""
+    """Clamps to bounds, which are numbers of the dtype; lists within them are not written."""
 
 def register_torch(
     tensor: type,
@@ -136,27 +134,27 @@ def register_torch(
     exchange: object,
     /,
 ) -> None:
-    """Tells of PyTorch, before leaves are read.
+    """Registers PyTorch's objects, which reading leaves needs.
 
     Args:
         tensor: a class of plain tensors.
-        parameter: another one.
-        codes: of dtypes, with PAIRS for complex ones.
-        number: 0-d, float32; like it a norm is made.
-        wide_number: 0-d, float64.
-        is_recording: whether autograd records operations.
-        n_threads: the threads of PyTorch.
-        hypot: Python's, of any number of floats.
-        exchange: DLPack's functions for C; None to read attributes, of contiguous tensors.
+        parameter: another class of plain tensors.
+        codes: the codes of dtypes, plus PAIRS for complex dtypes.
+        number: a 0-d float32 tensor, the model for norms.
+        wide_number: a 0-d float64 tensor, the model for norms of float64.
+        is_recording: returns whether autograd records operations.
+        n_threads: returns the number of PyTorch's threads.
+        hypot: Python's hypot, which takes any number of floats.
+        exchange: DLPack's functions for C; None to read contiguous tensors by their attributes.
     """
 
 def clamped(leaves: Any, create: Callable[[Tensor], Tensor], low: Any, high: Any, /) -> Any:
-    """Clamps; a bound is a number, rounded into the range of each dtype, or None."""
+    """Clamps to bounds; a bound is None, or a number that is brought into the range of a dtype."""
 
 def clipped(
     leaves: Any, create: Callable[[Tensor], Tensor], limit: Any, norm: Any, /
 ) -> tuple[Any, Tensor] | None:
-    """Scales to a limit of the norm of all, of order 2, which is given or None; and the norm."""
+    """Limits the 2-norm of all tensors, which is measured if `norm` is None; returns it as well."""
 
 def clipped_each(
     leaves: Any,
@@ -166,16 +164,16 @@ def clipped_each(
     power: float,
     /,
 ) -> tuple[Any, list[float]] | None:
-    """Scales each to a limit of its norm over a power of its number of elements; and the norms.
+    """Limits each tensor's norm over numel**power, and returns the undivided norms as well.
 
     `power` is 0, 0.5 or 1.
     """
 
 def measured(leaves: Any, create: Callable[[Tensor], Tensor], /) -> Tensor | None:
-    """The norm of all tensors, of order 2; of contiguous ones only."""
+    """The 2-norm of all tensors, if they are contiguous."""
 
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
-    """Whether no two of these runs of bytes share one."""
+    """Whether no two of these runs of bytes share a byte."""
 
 def kernel(
     driver: int,
@@ -190,25 +188,25 @@ def kernel(
     """A compiled kernel, for `launch`.
 
     Args:
-        driver: address of cuLaunchKernel.
-        function: of the kernel, as the driver has it.
-        programs: size of the grid.
-        threads: of a program.
-        shared: bytes of shared memory of a program.
-        kinds: of each argument: b"p" for a pointer, b"i" for an int32, b"l" for an int64, b"-" for
-            None, which is no parameter.
-        owner: kept alive, so that the function stays loaded.
+        driver: the address of cuLaunchKernel.
+        function: the driver's handle of the kernel.
+        programs: the size of the grid.
+        threads: the threads of a program.
+        shared: the bytes of shared memory of a program.
+        kinds: the kind of each argument: b"p" for a pointer, b"i" for an int32, b"l" for an int64,
+            b"-" for None, which is no parameter.
+        owner: an object that is kept alive, so that the function stays loaded.
     """
 
 def launch(kernel: object, stream: int, /, *arguments: int | float | Tensor | None) -> bool:
-    """Launches a kernel of the current device; False if it did not start.
+    """Launches a kernel on the current device; returns whether it started.
 
-    It does not where an argument is of another kind, or the driver reports an error. Tensors stand
-    for their addresses, and floats for the bits of a float64, as an int64.
+    It does not start if an argument is of another kind, or if the driver reports an error. Tensors
+    stand for their addresses, and floats for the bits of a float64, as an int64.
     """
 
 def use_threads(function: int, /) -> None:
-    """Takes the address of GOMP_parallel, which runs a function in several threads."""
+    """Sets the address of GOMP_parallel, which runs a function in several threads."""
 
 def use_plain_loops(flag: bool, /) -> None:
-    """Whether to use the loops that every processor has; norms of float64 may differ by a bit."""
+    """Chooses the loops of every processor or the fastest; float64 norms may differ by a bit."""
