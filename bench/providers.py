@@ -74,7 +74,7 @@ class Provider(NamedTuple):
 
 
 def sgd_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """SGD of parameters, which become zeros."""
+    """SGD on parameters that are set to zero."""
     with torch.no_grad():
         torch._foreach_zero_(parameters)
     return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
