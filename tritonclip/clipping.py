@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
 from tritonclip.distributed.agreement import verify_replicas
-from tritonclip.distributed.process_groups import Copies, check_processes
+from tritonclip.distributed.domain import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute, verify
 from tritonclip.engine.arguments import GradientSource, as_list

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.utils import clip_grad
 
 from tritonclip.clipping import Parameters, clip_, clip_gradients_, raise_everywhere
-from tritonclip.distributed.process_groups import Copies, check_processes
+from tritonclip.distributed.domain import Copies, check_processes
 from tritonclip.distributed.shards import replicated
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import labelled, needs_clip, tensors_in

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonclip.advice.series import EPS, FALLS, fall_of, two_digits
 from tritonclip.advice.trials import Training, Trial, kept_random_states
-from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.distributed.domain import mean_of_all
 from tritonclip.messages import in_columns
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.rules import Rule

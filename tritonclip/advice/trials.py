@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonclip.advice.series import least_equal, n_cut_off
 from tritonclip.clipping import clip_
-from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.distributed.domain import mean_of_all
 from tritonclip.engine.arguments import as_list
 from tritonclip.optim.watches import DELAY_STEPS, sent
 from tritonclip.rules import ClipByGlobalNorm, ClipState, Rule

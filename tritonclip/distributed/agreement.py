@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import ERRORS, Domain, domain_of, gather_objects
+from tritonclip.distributed.domain import ERRORS, Domain, domain_of, gather_objects
 from tritonclip.rules import ClipState, Norm, Rule
 
 

@@ -31,7 +31,7 @@ from tritonclip.backends.choose import host_decides, layout_of
 from tritonclip.backends.interface import Of
 from tritonclip.backends.operators import MOST_IN_FLOAT64, as_tensor, moduli_of
 from tritonclip.distributed.agreement import agree
-from tritonclip.distributed.process_groups import all_reduce
+from tritonclip.distributed.domain import all_reduce
 from tritonclip.distributed.shards import Shard, Sharding
 
 T = TypeVar("T")

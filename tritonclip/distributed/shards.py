@@ -1,7 +1,7 @@
 """How a gradient list lies over processes: the shard of each gradient that lies here.
 
 Shard and _StridedShard split a gradient, Replicate copies it. The sum of a Partial one is measured,
-see `norms.py`; its terms are scaled, which scales the sum.
+see `reduction.py`; its terms are scaled, which scales the sum.
 
 The norm of all shards is the root of the sum of weight * norm**p over all processes. No process is
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tritonclip.backends.operators import WIDE
-from tritonclip.distributed.process_groups import Domain, Processes, domain_of
+from tritonclip.distributed.domain import Domain, Processes, domain_of
 from tritonclip.modes import PLAIN, outside_inference
 
 # Reductions of Partial gradients that are linear: scaled terms make a scaled gradient.
@@ -116,7 +116,7 @@ class Sharding:
         self.domain = domain_of(list(meshes.values()), self.group)
         for at, copies in enumerate(self.copies or ()):
             if copies is not None:
-                check_copies(copies, self.domain, label_of(at))
+                _check_copies(copies, self.domain, label_of(at))
         self.shards = {
             at: self.shard(at, label_of) for at, spec in enumerate(self.grads) if spec is not None
         }
@@ -208,7 +208,7 @@ def mesh_of(spec: Any) -> Any:
     return getattr(spec, "mesh", None)
 
 
-def check_copies(copies: object, domain: Domain, label: str) -> None:
+def _check_copies(copies: object, domain: Domain, label: str) -> None:
     """Refuses a number of processes that no process can have."""
     if isinstance(copies, bool) or not isinstance(copies, int):
         raise TypeError(

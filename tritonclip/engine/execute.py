@@ -16,7 +16,7 @@ from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.distributed.agreement import agree
-from tritonclip.distributed.process_groups import all_reduce
+from tritonclip.distributed.domain import all_reduce
 from tritonclip.engine import units, verify
 from tritonclip.engine.checks import (
     REMEDY,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.backends.interface import Batch
-from tritonclip.distributed.process_groups import Domain, Processes, gather_objects
+from tritonclip.distributed.domain import Domain, Processes, gather_objects
 from tritonclip.distributed.shards import Sharding, are_sharded, local_tensors
 from tritonclip.engine.arguments import (
     FSDP_MARKS,
@@ -145,8 +145,8 @@ class Gradients:
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        sharding: of a list over processes; None for other lists. Of such a list, too:
-        wanted: all parameters that are to be clipped.
+        sharding: how a list over processes lies; None for other lists, which need none of these:
+        wanted: all parameters that are to be clipped, with or without a gradient here.
         label_of_wanted: names the i-th of them.
         wrappers: DTensors around the tensors, whose versions count too.
         may_be_part: it is only measured, and the caller puts the norms of other meshes together,

@@ -22,7 +22,7 @@ from tritonclip.backends.operators import (
     unscaled,
     wide_dtype,
 )
-from tritonclip.distributed.process_groups import ERRORS, Domain, gather_objects
+from tritonclip.distributed.domain import ERRORS, Domain, gather_objects
 from tritonclip.distributed.reduction import Reduction, Term, norms_of
 from tritonclip.engine import units
 from tritonclip.engine.arguments import needs_clip

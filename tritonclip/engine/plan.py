@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout
 from tritonclip.backends.operators import WIDE
-from tritonclip.distributed.process_groups import Domain
+from tritonclip.distributed.domain import Domain
 from tritonclip.distributed.shards import WHOLE_SHARD, Shard, Sharding
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of

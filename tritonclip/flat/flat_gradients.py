@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Processes
+from tritonclip.distributed.domain import Processes
 from tritonclip.engine.arguments import GradientSource, labelled, needs_clip
 from tritonclip.engine.gradients import Gradients, collect
 from tritonclip.engine.memory import flat_size

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
-from tritonclip.distributed.process_groups import Processes
+from tritonclip.distributed.domain import Processes
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import needs_clip

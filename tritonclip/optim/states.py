@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.distributed.domain import mean_of_all
 from tritonclip.monitor.stats import Flag, either
 from tritonclip.optim.checkpoint import IN_STATE, refuse_missing
 from tritonclip.optim.clip_groups import ClipGroup, Grouping, key_of

@@ -22,7 +22,7 @@ from tritonclip.distributed.agreement import (
     describe_rule,
     describe_state,
 )
-from tritonclip.distributed.process_groups import domain_of
+from tritonclip.distributed.domain import domain_of
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.execute import ask_limits, limit_of
 from tritonclip.engine.norms import measure

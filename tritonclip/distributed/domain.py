@@ -1,4 +1,4 @@
-"""The processes that hold a gradient list between them, and collectives over their process groups.
+"""The domain of a gradient list: the processes that share its norm, and collectives over them.
 
 The union of the meshes of a list is found from its parameters, so that all processes find the same
 whichever gradients they have. `process_group` extends it. Nothing here creates a group: that would
