@@ -1,4 +1,4 @@
-"""Whether processes that share a norm agree, and the errors that one of them raises on all.
+"""Raises the error of one process on all that share its norm, and checks that they agree.
 
 Under `verify()` they have to be about to do the same with the same parameters.
 """
@@ -17,7 +17,7 @@ from tritonclip.rules import ClipState, Norm, Rule
 
 
 def agree(described: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
-    """Raises on every process of a domain where one has an error, or describes a name otherwise."""
+    """Raises on every process of a domain if one has an error, or if what they describe differs."""
     message = None
     if error is not None:
         index = next((i for i, cls in enumerate(ERRORS) if isinstance(error, cls)), None)
@@ -75,9 +75,9 @@ def describe_call(
 
 
 def describe_rule(rule: Any) -> str:
-    """The name of a rule, and its numbers; of one that is bound to its state, those of the call."""
+    """The name of a rule and its numbers; those of the call, if it is bound to its state."""
     rule = getattr(rule, "rule", rule)
-    # Of a class that is no dataclass, attributes take the place of arguments.
+    # For a class that is no dataclass, attributes take the place of arguments.
     public = [name for name in getattr(rule, "__dict__", ()) if not name.startswith("_")]
     names = dict.fromkeys((*rule.__match_args__, "norm_type", "eps", *public))
     values = {name: getattr(rule, name, None) for name in names}

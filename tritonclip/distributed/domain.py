@@ -30,7 +30,7 @@ Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 
 class Processes(NamedTuple):
-    """The processes that hold a list, as far as its DTensors do not name them.
+    """The user's part of a domain: the processes that hold a list where DTensors do not say so.
 
     Attributes:
         group: a ProcessGroup or a DeviceMesh; None for the processes of the DTensors' meshes.
@@ -82,7 +82,7 @@ class Domain:
 
 
 def check_processes(process_group: object, copies: object) -> Processes | None:
-    """A user's arguments as one, None without any; raises for what is no group or no copies."""
+    """The user's arguments as one object, or None without any; raises for wrong ones."""
     if process_group is None and copies is None:
         return None
     if process_group is None:
@@ -193,7 +193,7 @@ def _uncovered(meshes: Sequence[DeviceMesh], members: frozenset[int], size: int)
 
 
 def all_reduce(buffer: Tensor, groups: Iterable[ProcessGroup], *, largest: bool = False) -> Tensor:
-    """Sums, or largest numbers, over one group after the other; in place where it can."""
+    """Finds sums, or the largest numbers, over one group after the other; in place if it can."""
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for group in groups:
         # A device that it has a backend for: with CPU offload, NCCL reduces nothing there.
@@ -206,7 +206,7 @@ def all_reduce(buffer: Tensor, groups: Iterable[ProcessGroup], *, largest: bool 
 
 
 def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | Tensor:
-    """The mean of a number over all processes, which all call this: on a device, or a number."""
+    """The mean of a number over all processes, which all call this; 0-d on a device, or a float."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
         sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()
@@ -218,7 +218,7 @@ def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | 
 
 
 def gather_objects(item: Any, domain: Domain) -> dict[int, Any]:
-    """An object of each process of the domain, by rank; each of them calls this, and waits."""
+    """Gathers an object of each process, by rank; all of the domain call this, and wait."""
     found = {dist.get_rank(): item}
     for group in domain.groups:
         gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]

@@ -40,7 +40,7 @@ class Shard(NamedTuple):
     """The shard of a gradient that a process holds.
 
     Attributes:
-        weight: 1 / the processes of the domain that hold this very shard; 0 if it is counted
+        weight: 1 / the number of processes that hold this very shard; 0 if it is counted
             elsewhere.
         sums_over: groups whose shards are the terms of a sum.
         divisor: makes a mean of the sum.
@@ -51,12 +51,12 @@ class Shard(NamedTuple):
     divisor: int = 1
 
 
-# Of a gradient that no other process has a part of.
+# The shard of a gradient that no other process has a part of.
 WHOLE_SHARD = Shard(1.0)
 
 
 class Sharding:
-    """How a list lies over processes, by which a plan of it is found again.
+    """How a list lies over processes; also the key by which its plan is found again.
 
     Attributes:
         parameters: of each the spec of a DTensor, or the dtype of a plain tensor.
@@ -111,7 +111,7 @@ class Sharding:
         """Finds the domain from the parameters, then the shard of each gradient."""
         # Of tensors that are no parameters, the gradient is all there is.
         found = [mesh_of(a) or mesh_of(b) for a, b in zip(self.parameters, self.grads, strict=True)]
-        # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
+        # Lists of one step have one domain: of meshes that are alike, the groups of the first.
         meshes = {id(mesh): mesh for mesh in (*self.meshes, *found) if mesh is not None}
         self.domain = domain_of(list(meshes.values()), self.group)
         for at, copies in enumerate(self.copies or ()):
@@ -209,7 +209,7 @@ def mesh_of(spec: Any) -> Any:
 
 
 def _check_copies(copies: object, domain: Domain, label: str) -> None:
-    """Refuses a number of processes that no process can have."""
+    """Refuses a number that cannot count processes of the domain."""
     if isinstance(copies, bool) or not isinstance(copies, int):
         raise TypeError(
             f"copies must give numbers of processes, got {copies!r} of type "
@@ -223,7 +223,7 @@ def _check_copies(copies: object, domain: Domain, label: str) -> None:
 
 
 def dtensor_class() -> Any:
-    """DTensor; () where nobody imported it, so that nothing is one."""
+    """The class DTensor; () where nobody imported it, so that no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 

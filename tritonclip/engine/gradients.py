@@ -299,7 +299,7 @@ class Gradients:
         return join_names(names_at(found, self.argument, self.label_of))
 
     def culprits(self, indices: Iterable[int]) -> str:
-        """Names gradients that are to blame, of every process that shares the norm; or "".
+        """Names the gradients to blame, of every process that shares the norm; "" without any.
 
         Each of several processes calls this, and waits; names then have their ranks.
         """

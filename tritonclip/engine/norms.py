@@ -39,15 +39,15 @@ class Norms:
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; of "each" gradient or "rows",
-            its own alone, in the form of its backend.
+        partials: for each group those of all groups, on its device; of "each" gradient or of
+            "rows" only those of the group, in the form of its backend.
         norm_type: p of the p-norm.
         of: whose norms the partials give.
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
         plan: of the list.
         reduced: the norm of all processes' gradients, or, with `per_gradient`, of each parameter's;
-            float64, 1-d. None of a list that other processes do not share.
+            float64, 1-d. None for a list that no other process shares.
         limit: the rule's for these norms, once it was asked for.
     """
 
@@ -100,17 +100,17 @@ class Norms:
         return results_of(total, self.grad_scale, plan.dtype)[0]
 
     def norm_here(self) -> Tensor:
-        """As `norm`, 0-d, or 1-d with that of each gradient here."""
+        """As `norm`: 0-d, or 1-d with the norm of each gradient that is here."""
         return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def is_finite(self) -> Tensor:
-        """Whether every norm is finite, and once a limit was asked for, it is a number; 0-d.
+        """Whether every norm is finite, and the limit a number once it was asked for; 0-d.
 
-        Also of gradients that only other processes have.
+        It covers gradients that only other processes have.
         """
         # No norm is negative, and NaN is below nothing: one launch where torch.isfinite takes four.
         finite = self.norm() < math.inf
-        # A launch less, on a GPU.
+        # This saves a launch on a GPU.
         finite = finite.all() if finite.dim() else finite
         if isinstance(self.limit, Tensor):
             finite = finite & (self.limit >= 0).all().to(finite.device)
@@ -119,9 +119,10 @@ class Norms:
         return finite
 
     def lack_weights(self) -> Tensor | None:
-        """Of which gradients a unit has no limit, because its weights are NaN; None by no unit.
+        """For each gradient, whether a unit of it has no limit because its weights are NaN.
 
-        Not known of other processes, which have to decide alike.
+        None if the rule is not by unit; and over processes, which have to decide alike and do not
+        know this of one another.
         """
         if self.reduced is not None or self.of != "rows":
             return None
@@ -151,7 +152,7 @@ class Norms:
         return len(self.whole()) if self.per_gradient else 1
 
     def here(self, values: Tensor) -> Tensor:
-        """Of one value for each norm, those of the gradients here."""
+        """Picks the values of the gradients that are here, from one value for each norm."""
         if self.reduced is None:
             return values
         found = [_of_parameters(self.plan, group, values) for group in self.plan.groups]
@@ -170,7 +171,7 @@ class Norms:
         return self.gradients.tensors if self.reduced is None else self.gradients.wanted
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """Of these gradients among the parameters, None for all; and how many parameters."""
+        """Positions of these gradients among the parameters, None for all; the number of those."""
         gradients, sources = self.gradients, self.gradients.sources
         if sources is None:
             return gradients.positions(), len(gradients.tensors)
@@ -195,8 +196,8 @@ def measure(
 ) -> Norms:
     """Measures a list that is not empty: by one launch for each group on a GPU.
 
-    Of a list over processes, the norms of all of it; of a rejected one, raises when others know.
-    `names_culprits`: names of gradients will be asked for where a norm is NaN.
+    Over processes it finds the norms of the whole list, and the error of a rejected one is raised
+    once the others know. `names_culprits`: names of gradients will be asked for if a norm is NaN.
     """
     plan = gradients.plan
     assert plan is not None
@@ -224,12 +225,12 @@ def measure(
 
 
 def take_part(gradients: Gradients, norm: Norm, grad_scale: float | Tensor) -> Norms | None:
-    """As `measure`, but raises no error of a rejected list; None if no process waits for it."""
+    """As `measure`, but a rejected list raises nothing; None if no process waits for its norms."""
     plan = gradients.plan
     assert plan is not None
     if plan.domain is None:
         return measure(gradients, norm, grad_scale)
-    # Of norms by tensor without DTensors, the others find the same error in their parameters.
+    # Where norms are of each tensor, without DTensors, the others find the same error themselves.
     if gradients.error is not None and norm.each and not plan.domain.one_list:
         return None
     return _measure_without_grad(gradients, norm, grad_scale)
@@ -286,14 +287,14 @@ def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[Par
 
 
 def _reduce_(norms: Norms, domain: Domain) -> None:
-    """Puts the norms of all processes in the place of those of this one.
+    """Replaces the norms of this process by those of all processes.
 
-    By unit, gradients and weights have their norms by one all-reduce.
+    By unit, one all-reduce serves the norms of gradients and those of weights.
     """
     gradients, plan, of, p = norms.gradients, norms.plan, norms.of, norms.norm_type
     sharding, parameters = plan.sharding, gradients.wanted
     assert sharding is not None
-    # A weight of 0: on a mesh of other processes.
+    # A shard that lies on a mesh of other processes has a weight of 0.
     is_part = gradients.may_be_part and all(group.shard.weight for group in plan.groups)
     if of == "all" and not is_part and domain.uncovered:
         raise ValueError(domain.uncovered)
@@ -332,7 +333,7 @@ def _reduce_(norms: Norms, domain: Domain) -> None:
 def _with_whole_units(
     norms: Norms, group: Group, batch: Batch, partials: Tensor, reduced: Tensor
 ) -> Tensor:
-    """Norms by rows, of parameters that are one unit over all processes those of the whole."""
+    """Norms by rows; of a parameter that is one unit over all processes, the norm of the whole."""
     rows, grads = [], group.of(norms.gradients.dense())
     for side, half in zip(partials.unbind(), reduced.unbind(), strict=True):
         # By slices, not by an index tensor: that would be an upload.

@@ -140,8 +140,9 @@ def make_plan(
 ) -> tuple[Plan, list[int] | None, dict[int, Tensor], list[Tensor]]:
     """Checks gradients, drops repeated ones, and makes a plan of the others.
 
-    Of `whole` gradients no other process has a part. Those whose shards differ are of different
-    groups. `device` is that of results where there is no gradient. Raises as `Gradients.take_`.
+    No other process has a part of `whole` gradients. Those whose shards differ are in different
+    groups. `device` is that of results where there is no gradient. Raises as `Gradients.take_`
+    does.
 
     Returns:
         The plan, which may serve other lists where none was dropped and all have addresses; the

@@ -171,7 +171,7 @@ def agree_on(
     nonfinite: str = "propagate",
     total_norm: Tensor | None = None,
 ) -> None:
-    """Raises on all processes of a list where they make another call; each of them waits."""
+    """Raises on all processes of a list if their calls differ; each calls this, and waits."""
     domain = gradients.domain
     if domain is None:
         return
@@ -179,7 +179,7 @@ def agree_on(
     described = {"the call": call} | describe_call(rule, float(grad_scale), nonfinite, state)
     if total_norm is not None:
         described["the total norm"] = repr(float(total_norm))
-    # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
+    # Tensors of no known parameters may differ between processes that share one norm.
     each = rule.each if isinstance(rule, Norm) else rule.per_gradient
     if domain.one_list and (gradients.sources is not None or each):
         described |= describe_parameters(gradients.wanted, gradients.label_of_wanted)
