@@ -12,10 +12,10 @@ import importlib
 import math
 import os
 import sys
+from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import c_double, c_float
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
@@ -28,7 +28,9 @@ from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Batch, Clip, Of, PartialNorms, arithmetic_of
 from tritonclip.backends.operators import (
+    TYPECODES,
     as_contiguous,
+    coefficients_of,
     combine,
     combine_numbers,
     count_rows,
@@ -38,6 +40,7 @@ from tritonclip.backends.operators import (
     norms_of_units,
     results_of,
     unscale_and_clamp_,
+    unscaled,
 )
 
 # Codes of the dtypes that it has loops for.
@@ -190,17 +193,113 @@ class NativeLayout:
         return NativeBatch(tensors, self, addresses)
 
 
-class NativeBatch:
+class HostBatch(Batch):
+    """Verbs on gradients of a CPU: the host decides, in Python's numbers.
+
+    A backend measures and multiplies. A gradient whose coefficients are 1 is not written. By rows,
+    weights may follow the gradients.
+    """
+
+    tensors: list[Tensor]
+    dtype: torch.dtype
+    # The coefficients of norms, and the least.
+    _coefficients: Callable[..., tuple[list[float], float]] = staticmethod(coefficients_of)
+
+    def combine(
+        self,
+        norms: PartialNorms,
+        norm_type: float,
+        of: Of,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        wide: bool = False,
+    ) -> Tensor:
+        """The norm of all, or of each gradient."""
+        if of == "rows":
+            norms = self._of_rows(norms)
+        if isinstance(norms, list):
+            numbers = [combine_numbers(norms, norm_type)] if of == "all" else norms
+            dtype = torch.float64 if wide else self.dtype
+            # torch.tensor would take three times as long.
+            found = torch.frombuffer(results_of(numbers, grad_scale, dtype), dtype=dtype)
+            return found[0] if of == "all" else found
+        if of == "all":
+            norms = combine(norms, norm_type)
+        return unscaled(norms, grad_scale).to(norms.dtype if wide else self.dtype)
+
+    @abstractmethod
+    def _of_rows(self, norms: Tensor) -> PartialNorms:
+        """The norm of each gradient, from those of its rows."""
+
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The same norms."""
+        return norms
+
+    def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies all gradients by one coefficient, or each gradient or unit by its own."""
+        if clip.of == "rows":
+            return self._scale_rows_(norms, clip)
+        numbers = norms if isinstance(norms, list) else norms.tolist()
+        if clip.of == "all" and len(numbers) > 1:
+            numbers = [combine_numbers(numbers, clip.norm_type)]
+        code, scale = TYPECODES[self.dtype], float(clip.grad_scale)
+        # Rounded as results are.
+        measured = array(code, [norm / scale for norm in numbers] if scale != 1 else numbers)
+        if clip.of == "all":
+            norm = torch.scalar_tensor(measured[0], dtype=self.dtype, device="cpu")
+        else:
+            norm = torch.frombuffer(measured, dtype=self.dtype)
+        if clip.erase and (clip.of == "each" or not math.isfinite(measured[0])):
+            torch._foreach_zero_(self.tensors)
+            return norm, 0.0
+        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
+        factors, least = self._coefficients(measured.tolist(), limit, clip.eps, code == "d")
+        if scale != 1:
+            (divisor,) = array(code, [scale])
+            factors = array(code, [factor / divisor for factor in factors]).tolist()
+        if factors.count(1.0) < len(factors):
+            self._multiply_(factors)
+        return norm, least
+
+    @abstractmethod
+    def _multiply_(self, factors: list[float]) -> None:
+        """Multiplies all gradients by one number, or each by its own, unless it is 1."""
+
+    def _scale_rows_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient."""
+        norm = self.combine(norms, 2.0, "rows", clip.grad_scale)
+        if isinstance(clip.erase, Tensor) and bool(clip.erase):
+            # Not by torch._foreach_zero_, which refuses conjugate views.
+            for tensor in self.tensors[: len(norm)]:
+                tensor.zero_()
+            return norm, 0.0
+        return norm, self._multiply_rows_(norms, clip)
+
+    @abstractmethod
+    def _multiply_rows_(self, norms: Tensor, clip: Clip) -> float | Tensor:
+        """Multiplies each unit by its coefficient; returns those, or the least."""
+
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norms = self.norm(norm_type, "all")
+        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+
+
+class NativeBatch(HostBatch):
     """Verbs by addresses; see :class:`tritonclip.backends.interface.Batch`.
 
-    The host decides, in Python's numbers: a gradient whose coefficients are 1 is not written.
     Versions count before a write, so that an interrupt leaves none that autograd does not see.
     """
 
+    _coefficients = staticmethod(loops.coefficients if loops else coefficients_of)
+
     def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
+        # By rows, the weights follow the gradients.
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
         self._threads = torch.get_num_threads() if layout.is_shared else 1
-        self.sizes: Sequence[int] = () if layout.rows is None else layout.rows.counts
+        self.sizes = () if layout.rows is None else layout.rows.counts
         self._list = addresses, layout.packed_sizes, layout.code, self._threads
 
     def norm(self, norm_type: float, of: Of) -> PartialNorms:
@@ -238,28 +337,7 @@ class NativeBatch:
             first = stop
         return norms
 
-    def combine(
-        self,
-        norms: PartialNorms,
-        norm_type: float,
-        of: Of,
-        grad_scale: float | Tensor = 1.0,
-        *,
-        wide: bool = False,
-    ) -> Tensor:
-        """The norm of all, or of each gradient."""
-        if of == "rows":
-            numbers = self._totals(norms)
-        else:
-            numbers = norms if isinstance(norms, list) else norms.tolist()
-        if of == "all":
-            numbers = [combine_numbers(numbers, norm_type)]
-        dtype = torch.float64 if wide else self.dtype
-        # torch.tensor would take three times as long.
-        found = torch.frombuffer(results_of(numbers, grad_scale, dtype), dtype=dtype)
-        return found[0] if of == "all" else found
-
-    def _totals(self, norms: Tensor) -> list[float]:
+    def _of_rows(self, norms: Tensor) -> list[float]:
         """The norm of each gradient, from those of its rows."""
         rows, first = self.layout.rows, norms.data_ptr()
         assert rows is not None
@@ -270,87 +348,36 @@ class NativeBatch:
             totals = [combine(part, 2.0).item() for part in norms[0].split(rows.counts)]
         return totals
 
-    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        return norms
-
-    def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        if clip.of != "all":
-            return self._scale_each_(norms, clip)
-        numbers = norms if isinstance(norms, list) else norms.tolist()
-        total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
-        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        rounded = c_double if wide else c_float
-        # A count of elements carries no loss scale.
-        measured = rounded(total / scale).value
-        norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
-        if clip.erase and not math.isfinite(measured):
-            torch._foreach_zero_(self.tensors)
-            return norm, 0.0
-        _, coefficient = loops.coefficients([measured], float(clip.limit), clip.eps, wide)
-        factor = coefficient
-        if scale != 1:
-            factor = rounded(coefficient / rounded(scale).value).value
-        if factor != 1:
+    def _multiply_(self, factors: list[float]) -> None:
+        if len(factors) == 1:
             increment_version(self.tensors)
-            loops.multiply_(*self._list, factor)
-        return norm, coefficient
-
-    def _scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each gradient, or each row, by the coefficient of its norm."""
-        rows, wide = self.layout.rows, self.dtype == torch.float64
-        if rows is not None:
-            norms_each = self._totals(norms)
+            loops.multiply_(*self._list, factors[0])
         else:
-            norms_each = norms if isinstance(norms, list) else norms.tolist()
-        norm = torch.frombuffer(
-            results_of(norms_each, clip.grad_scale, self.dtype), dtype=self.dtype
-        )
-        if isinstance(clip.erase, Tensor) and bool(clip.erase):
-            # Not by torch._foreach_zero_, which refuses conjugate views.
-            for tensor in self.tensors[: len(norm)]:
-                tensor.zero_()
-            return norm, 0.0
-        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
-        scale = float(clip.grad_scale)
-        if rows is not None:
-            numbers = (
-                norms.data_ptr(),
-                rows.form.rows,
-                limit,
-                clip.eps,
-                scale,
-                wide,
-                self.layout.code,
-            )
-            factors, changed, least = loops.unit_factors(*numbers)
-            if changed:
-                self._multiply_rows_(rows, changed, factors)
-            return norm, least
-        unscaled = [number / scale for number in norms_each] if scale != 1 else norms_each
-        coefficients, least = loops.coefficients(unscaled, limit, clip.eps, wide)
-        factors = coefficients
-        if scale != 1:
-            rounded = c_double if wide else c_float
-            divisor = rounded(scale).value
-            factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
-        elif least == 1:
-            return norm, least
-        increment_version([t for t, f in zip(self.tensors, factors, strict=True) if f != 1])
-        loops.multiply_(*self._list, factors)
-        return norm, least
+            increment_version([t for t, f in zip(self.tensors, factors, strict=True) if f != 1])
+            loops.multiply_(*self._list, factors)
 
-    def _multiply_rows_(self, rows: Rows, changed: list[int], factors: bytes) -> None:
+    def _multiply_rows_(self, norms: Tensor, clip: Clip) -> float:
         """Multiplies each row by its factor; operators do it where rows have gaps."""
+        rows, limit = self.layout.rows, clip.limit
+        assert rows is not None
         lengths, code, counts = rows.form
+        limit = limit.tolist() if isinstance(limit, Tensor) else limit
+        wide, scale = self.dtype == torch.float64, float(clip.grad_scale)
+        numbers = limit, clip.eps, scale, wide, self.layout.code
+        least: float
+        factors, changed, least = loops.unit_factors(norms.data_ptr(), counts, *numbers)
+        if not changed:
+            return least
         at = self._list[0][: len(rows.counts)]
         increment_version([self.tensors[i] for i in changed if at[i]])
         loops.multiply_units_(at, lengths, code, self._threads, counts, factors)
         with_gaps = [i for i in changed if not at[i]]
         if with_gaps:
-            numbers = torch.frombuffer(bytearray(factors), dtype=torch.float64)
-            own = numbers.to(arithmetic_of(self.tensors[0].dtype.to_real())).split(rows.counts)
+            by = torch.frombuffer(bytearray(factors), dtype=torch.float64)
+            own = by.to(arithmetic_of(self.tensors[0].dtype.to_real())).split(rows.counts)
             for i in with_gaps:
-                multiply_units_(self.tensors[i], own[i], None)
+                multiply_units_(self.tensors[i], own[i])
+        return least
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
@@ -360,8 +387,7 @@ class NativeBatch:
             numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
             norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
         if norm is None:
-            norms = self.norm(norm_type, "all")
-            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+            return super().clip_(norm_type, eps, limit, grad_scale)
         return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:

@@ -142,20 +142,19 @@ def coefficient_of(norm: Tensor, limit: float | Tensor, eps: float) -> Tensor:
     1 for nothing to clip and for an infinite limit; NaN stays.
     """
     bound = norm + eps
-    if type(limit) is float and 1e-30 < limit < 1e30:
-        # Half the operators, as there is no 0/0 and no inf/inf.
-        return (as_scalar(limit, bound) / bound).clamp_(max=1.0)
     limit = as_scalar(limit, bound)
-    ratio = limit / bound
-    keep = (ratio > 1) | (bound == 0) | ((limit == math.inf) & (norm == norm))
-    return torch.where(keep, 1.0, ratio)
+    # A quotient would be 0/0 or inf/inf.
+    return torch.where((bound <= limit) | (bound == 0), 1.0, limit / bound)
 
 
 def coefficients_of(
-    norms: list[float], limit: float | list[float], eps: float, dtype: torch.dtype
+    norms: list[float], limit: float | list[float], eps: float, wide: bool, /
 ) -> tuple[list[float], float]:
-    """`coefficient_of` in numbers, each step rounded to a dtype; and the least, or NaN."""
-    code = TYPECODES[dtype]
+    """`coefficient_of` in numbers, each step rounded to float32, or float64; and the least, or NaN.
+
+    As `coefficients` of the C extension.
+    """
+    code = "d" if wide else "f"
     limits = array(code, limit if isinstance(limit, list) else [limit])
     (eps,) = array(code, [eps])
     bounds = array(code, [norm + eps for norm in norms])
@@ -191,18 +190,14 @@ def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
 # Writes.
 
 
-def multiply_(tensors: list[Tensor], factor: Tensor, erase: Tensor | None) -> None:
-    """Multiplies in place by a 0-d factor, or writes zeros; half types in float32."""
+def multiply_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies in place by a 0-d factor; half types in float32."""
     # Elsewhere than on a CPU, foreach rounds a factor to the tensors' dtype first.
     if tensors[0].device.type == "cpu" or tensors[0].dtype == factor.dtype:
         torch._foreach_mul_(tensors, factor)
-        if erase is not None:
-            for tensor in tensors:
-                tensor.masked_fill_(erase, 0.0)
         return
     for piece in _writable_pieces(tensors):
-        wide = piece.to(factor.dtype).mul_(factor)
-        piece.copy_(wide if erase is None else wide.masked_fill_(erase, 0.0))
+        piece.copy_(piece.to(factor.dtype).mul_(factor))
 
 
 def unscale_and_clamp_(
@@ -305,21 +300,18 @@ def as_real_rows(tensor: Tensor) -> Tensor:
     return real.unsqueeze(0) if tensor.dim() < 2 or not len(tensor) else real
 
 
-def multiply_units_(grad: Tensor, factors: Tensor, erase: Tensor | None) -> None:
+def multiply_units_(grad: Tensor, factors: Tensor) -> None:
     """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
     rows = as_real_rows(grad)
     column = factors.view(-1, *(1,) * (rows.dim() - 1))
     if rows.dtype == factors.dtype:
         rows.mul_(column)
-        if erase is not None:
-            rows.masked_fill_(erase, 0.0)
         return
     length = max(1, rows[0].numel())
     if length > PIECE:
         for row, factor in zip(rows, factors.unbind(), strict=True):
-            multiply_([row], factor, erase)
+            multiply_([row], factor)
         return
     n = PIECE // length
     for piece, part in zip(rows.split(n), column.split(n), strict=True):
-        values = piece.to(factors.dtype).mul_(part)
-        piece.copy_(values if erase is None else values.masked_fill_(erase, 0.0))
+        piece.copy_(piece.to(factors.dtype).mul_(part))

@@ -7,14 +7,16 @@ packed, so that few operators measure all of them. Elsewhere every decision is l
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.interface import Batch, Clip, Of, PartialNorms, arithmetic_of
+from tritonclip.backends.native import HostBatch
 from tritonclip.backends.operators import (
     SMALL,
     TYPECODES,
@@ -22,24 +24,22 @@ from tritonclip.backends.operators import (
     as_real_rows,
     as_scalar,
     coefficient_of,
-    coefficients_of,
     combine,
-    combine_numbers,
     count_rows,
     factor_of,
     multiply_,
     multiply_units_,
     norm_of,
     norms_of_units,
-    results_of,
     unscale_and_clamp_,
     unscaled,
     wide_dtype,
 )
 
-# Elements of a half-precision tensor that are measured at a time: 2^20 took 390 us at once, and
-# 270 us in pieces whose copies in float32 stay in cache. (torch 2.13, EPYC, 1 thread.)
-LONG_PIECE = 2**18
+# Elements of a half-precision tensor that are copied to float32 at a time, so that copies stay in
+# cache: 27 million bfloat16 took 14.7 ms in pieces of 2^18, 11.4 in these, and 12.9 in pieces of
+# 2^20. To copy them takes half of that. (torch 2.13, EPYC, 1 thread.)
+LONG_PIECE = 2**19
 # Elements of a tensor that is packed with others, and of all tensors that are. To copy a small
 # tensor takes 0.4 us, and to measure it 1.3, or 2.1 in float64. (EPYC, 2 threads.)
 PACKED, ALL_PACKED = 2**16, 2**19
@@ -86,17 +86,14 @@ class TorchLayout:
         return TorchBatch(tensors, self)
 
 
-class TorchBatch:
-    """Verbs in PyTorch; see :class:`tritonclip.backends.interface.Batch`.
-
-    On the host, a gradient whose coefficients are 1 is not written.
-    """
+class TorchBatch(HostBatch):
+    """Verbs in PyTorch; see :class:`tritonclip.backends.interface.Batch`."""
 
     def __init__(self, tensors: list[Tensor], layout: TorchLayout) -> None:
         n = layout.n_tensors
         self.tensors, self.weights = tensors[:n], tensors[n:]
         self.dtype, self._packings = layout.dtype, layout.packings
-        self.sizes: Sequence[int] = layout.rows or ()
+        self.sizes = layout.rows or ()
 
     def norm(self, norm_type: float, of: Of) -> PartialNorms:
         """Measures the gradients: numbers on the host, and a tensor elsewhere and by rows."""
@@ -119,30 +116,8 @@ class TorchBatch:
         found = [norm_of(part, norm_type, wide) for part in lists]
         return [norm.item() for norm in found] if packings else torch.stack(found)
 
-    def combine(
-        self,
-        norms: PartialNorms,
-        norm_type: float,
-        of: Of,
-        grad_scale: float | Tensor = 1.0,
-        *,
-        wide: bool = False,
-    ) -> Tensor:
-        """The norm of all, or of each gradient."""
-        if isinstance(norms, list):
-            numbers = [combine_numbers(norms, norm_type)] if of == "all" else norms
-            dtype = torch.float64 if wide else self.dtype
-            # torch.tensor would take three times as long.
-            found = torch.frombuffer(results_of(numbers, grad_scale, dtype), dtype=dtype)
-            return found[0] if of == "all" else found
-        if of == "all":
-            norms = combine(norms, norm_type)
-        elif of == "rows":
-            norms = self._of_rows(norms[0])
-        return unscaled(norms, grad_scale).to(norms.dtype if wide else self.dtype)
-
-    def _of_rows(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient, from those of its rows."""
+    def _of_rows(self, norms: Tensor) -> PartialNorms:
+        norms = norms[0]
         if len(norms) == len(self.sizes):
             return norms
         parts = norms.split(self.sizes)
@@ -150,89 +125,52 @@ class TorchBatch:
             # Squares may leave the range.
             return torch.stack([combine(part, 2.0) for part in parts])
         if self._packings:
-            return self._packings[0].over_rows(norms.square(), "sum").sqrt_()
+            return self._packings[0].over_rows(norms.square()).sqrt_()
         return torch.stack(torch._foreach_norm(parts))
 
-    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The same norms."""
-        return norms
-
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies all gradients by one coefficient, or each gradient or unit by its own."""
-        if clip.of == "rows":
-            return self._scale_rows_(norms, clip)
-        if not self._packings:
-            return self._scale_on_device_(norms, clip)
-        numbers = norms if isinstance(norms, list) else norms.tolist()
-        if clip.of == "all" and len(numbers) > 1:
-            numbers = [combine_numbers(numbers, clip.norm_type)]
-        code, scale = TYPECODES[self.dtype], float(clip.grad_scale)
-        # Rounded as results are.
-        measured = array(code, [norm / scale for norm in numbers] if scale != 1 else numbers)
-        norm = torch.frombuffer(measured, dtype=self.dtype)
-        norm = norm[0] if clip.of == "all" else norm
-        if clip.erase and (clip.of == "each" or not math.isfinite(measured[0])):
-            for tensor in self.tensors:
-                tensor.zero_()
-            return norm, 0.0
-        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
-        factors, least = self._coefficients(measured.tolist(), limit, clip.eps)
-        if scale != 1:
-            (divisor,) = array(code, [scale])
-            factors = array(code, [factor / divisor for factor in factors]).tolist()
-        if factors.count(1.0) < len(factors):
-            self._multiply_(factors)
-        return norm, least
-
-    def _coefficients(
-        self, norms: list[float], limit: float | list[float], eps: float
-    ) -> tuple[list[float], float]:
-        """The coefficient of each norm in the dtype of results, and the least."""
-        return coefficients_of(norms, limit, eps, self.dtype)
+        if self._packings:
+            return super().scale_(norms, clip)
+        return self._scale_on_device_(norms, clip)
 
     def _multiply_(self, factors: list[float]) -> None:
-        """Multiplies all gradients by one number, or each by its own, unless it is 1."""
-        tensors = self.tensors
-        dtype = arithmetic_of(tensors[0].dtype)
         if len(factors) == 1:
+            dtype = arithmetic_of(self.tensors[0].dtype)
             by = torch.scalar_tensor(factors[0], dtype=dtype, device="cpu")
-            torch._foreach_mul_(tensors, by)
-            return
-        own = torch.frombuffer(array(TYPECODES[dtype], factors), dtype=dtype).unbind()
-        chosen = [i for i, factor in enumerate(factors) if factor != 1]
-        torch._foreach_mul_([tensors[i] for i in chosen], [own[i] for i in chosen])
+            torch._foreach_mul_(self.tensors, by)
+        else:
+            self._packings[0].multiply_each_(self.tensors, factors)
 
     def _scale_on_device_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-        """Multiplies all gradients by one coefficient, or each by its own."""
-        norm = self.combine(norms, clip.norm_type, clip.of, clip.grad_scale)
-        coefficient = coefficient_of(norm, clip.limit, clip.eps)
-        factor = factor_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
-        erase = clip.erase if isinstance(clip.erase, Tensor) else None
-        if clip.of == "all":
-            erase = ~torch.isfinite(norm) if clip.erase else None
-            multiply_(self.tensors, factor, erase)
+        """Multiplies all gradients by one coefficient, or each gradient or unit by its own."""
+        tensors, of = self.tensors, clip.of
+        norm = self.combine(norms, clip.norm_type, of, clip.grad_scale)
+        if of == "rows":
+            coefficient = self._coefficients_of_rows(norms, clip)
         else:
-            for tensor, own in zip(self.tensors, factor.unbind(), strict=True):
-                multiply_([tensor], own, erase)
-        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
-
-    def _scale_rows_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient."""
-        tensors, on_host = self.tensors, bool(self._packings)
-        norm = self.combine(norms, 2.0, "rows", clip.grad_scale)
-        coefficient = self._coefficients_of_rows(norms, clip)
-        factors = factor_of(coefficient, clip.grad_scale, tensors[0].dtype.to_real())
+            coefficient = coefficient_of(norm, clip.limit, clip.eps)
+        factor = factor_of(coefficient, clip.grad_scale, tensors[0].dtype.to_real())
         erase = clip.erase if isinstance(clip.erase, Tensor) else None
-        if on_host and erase is not None and not bool(erase):
-            erase = None
-        chosen: Iterable[int] = range(len(tensors))
-        if on_host and erase is None:
-            changed = self._packings[0].over_rows((factors != 1).to(factors.dtype), "max")
-            chosen = compress(chosen, changed.tolist())
-        parts = factors.split(self.sizes)
-        for i in chosen:
-            multiply_units_(tensors[i], parts[i], erase)
-        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
+        if of == "all":
+            erase = ~torch.isfinite(norm) if clip.erase else None
+            multiply_(tensors, factor)
+        elif of == "each":
+            for tensor, own in zip(tensors, factor.unbind(), strict=True):
+                multiply_([tensor], own)
+        else:
+            for tensor, own in zip(tensors, factor.split(self.sizes), strict=True):
+                multiply_units_(tensor, own)
+        if erase is None:
+            return norm, coefficient
+        for tensor in tensors:
+            tensor.masked_fill_(erase, 0.0)
+        return norm, torch.where(erase, 0.0, coefficient)
+
+    def _multiply_rows_(self, norms: Tensor, clip: Clip) -> float | Tensor:
+        coefficients = self._coefficients_of_rows(norms, clip)
+        factors = factor_of(coefficients, clip.grad_scale, self.tensors[0].dtype.to_real())
+        self._packings[0].multiply_units_(self.tensors, factors)
+        return coefficients
 
     def _coefficients_of_rows(self, norms: Tensor, clip: Clip) -> Tensor:
         """The coefficient of each unit, computed as wide as norms, then rounded once."""
@@ -246,13 +184,6 @@ class TorchBatch:
         unlimited = (weights == torch.inf) | (ratio == torch.inf)
         limit = torch.where(unlimited, torch.inf, ratio * floor)
         return coefficient_of(unscaled(grad_norms, clip.grad_scale), limit, 0.0).to(self.dtype)
-
-    def clip_(
-        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
-    ) -> Tensor:
-        """Measures all gradients and multiplies them by one coefficient."""
-        norms = self.norm(norm_type, "all")
-        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
@@ -270,10 +201,26 @@ class TorchBatch:
             torch._foreach_clamp_max_(tensors, high)
 
 
+class Memory(NamedTuple):
+    """What a call on packed tensors needs, and no other call has at the same time.
+
+    Attributes:
+        rows: the matrix, with zeros behind each segment.
+        views: of it, in the form of the packed tensors.
+        numbers: a factor of every tensor.
+        factors: the same memory as tensors, 0-d.
+    """
+
+    rows: Tensor
+    views: list[Tensor]
+    numbers: array[float]
+    factors: Sequence[Tensor]
+
+
 class Packing:
     """Where small tensors of a CPU are packed: as rows of a matrix, with zeros behind each segment.
 
-    One operator then measures all of them. A segment is a tensor, or, with counts,
+    One operator then measures or multiplies all of them. A segment is a tensor, or, with counts,
     one of so many slices along its first dimension. Other tensors are long.
 
     Args:
@@ -289,64 +236,112 @@ class Packing:
         self._dtype = arithmetic_of(dtype)
         # Of norms by rows of few elements, added up in the same dtype.
         self._least = _TRUSTED_DOUBLE if dtype == torch.float64 else _TRUSTED
-        self._packed: list[int] = []
-        self._long: list[int] = []
+        n, self._packed, self._long = 0, list[int](), list[int]()
+        for i, size in enumerate(sizes):
+            # To copy one alone would not pay.
+            is_long = size > PACKED or n + size > ALL_PACKED or len(sizes) == 1
+            (self._long if is_long else self._packed).append(i)
+            n += 0 if is_long else size
+        # Of each packed tensor, in reals.
+        reals = 2 if tensors[0].is_complex() else 1
+        lengths = {i: reals * sizes[i] // self._counts[i] for i in self._packed}
+        n_segments, longest = (
+            sum(self._counts[i] for i in lengths),
+            max(lengths.values(), default=0),
+        )
+        # Segments of few elements in all have a row each, so that there is nothing to reduce.
+        self._row = longest if ROW < longest <= SMALL // n_segments else ROW
         # Of each packed tensor, in elements; of each of its segments, in rows.
-        self._starts: list[int] = []
-        lengths: list[int] = []
-        n, n_rows = 0, 0
-        for i, (size, count) in enumerate(zip(sizes, self._counts, strict=True)):
-            if size > PACKED or n + size > ALL_PACKED:
-                self._long.append(i)
-                continue
-            reals = 2 * size if tensors[i].is_complex() else size
-            n_own = -(-reals // (count * ROW))
-            self._packed.append(i)
-            self._starts.append(n_rows * ROW)
-            lengths += [n_own] * count
-            n, n_rows = n + size, n_rows + n_own * count
-        self._n_rows, self._lengths = n_rows, torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        # The segment of each row.
-        self._segments = torch.repeat_interleave(self._lengths)
-        self._has_empty = 0 in lengths
+        self._starts, of_segments, n_rows = list[int](), list[int](), 0
+        for i, length in lengths.items():
+            n_own, count = -(-length // self._row), self._counts[i]
+            self._starts.append(n_rows * self._row)
+            of_segments += [n_own] * count
+            n_rows += n_own * count
+        self._n_rows = n_rows
+        self._lengths = torch.tensor(of_segments, dtype=torch.int64, device="cpu")
+        # The segment of each row; None where each segment has one row.
+        self._segments = None
+        if of_segments.count(1) < n_segments:
+            self._segments = torch.repeat_interleave(self._lengths)
         self._of_tensors = torch.tensor(self._counts, dtype=torch.int64, device="cpu")
-        # Matrices, and their views, that no call has.
-        self._spare: list[tuple[Tensor, list[Tensor]]] = []
+        self._spare: list[Memory] = []
         # Tensors that are clamped by two operators for all, and those by one each.
         small = [i for i, size in enumerate(sizes) if size <= SMALL and len(sizes) > 1]
         self.by_size = small, [i for i in range(len(sizes)) if i not in set(small)]
-        self.n_bytes = n_rows * (ROW * self._dtype.itemsize + 8) + _VIEW_BYTES * len(self._packed)
+        n_views = len(lengths) + len(sizes)
+        self.n_bytes = n_rows * (self._row * self._dtype.itemsize + 8) + _VIEW_BYTES * n_views
 
-    def _of(self, tensors: list[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """Tensors as they are packed."""
-        if self._by_slice:
-            return [as_real_rows(tensors[i]) for i in indices]
-        return tensors if len(indices) == len(tensors) else [tensors[i] for i in indices]
-
-    def _take(self, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """A matrix that no other thread has, and views of it in the form of the packed tensors."""
+    def _take(self, tensors: list[Tensor]) -> Memory:
+        """Memory that no other thread has; the caller gives it back, with zeros behind segments."""
         try:
             return self._spare.pop()
         except IndexError:
-            # Never inference tensors, which a later call could not write to.
-            with torch.inference_mode(False):
-                flat = torch.zeros(self._n_rows * ROW, dtype=self._dtype, device="cpu")
-                views = []
-                for tensor, start in zip(tensors, self._starts, strict=True):
-                    stride = tensor.stride()
-                    if self._by_slice:
-                        own = torch.empty(tensor.shape[1:], device="meta")
-                        stride = (-(-own.numel() // ROW) * ROW, *own.stride())
-                    views.append(flat.as_strided(tensor.shape, stride, start))
-                return flat.view(-1, ROW), views
+            return self._memory_for(self._of(tensors))
+
+    def _memory_for(self, tensors: list[Tensor]) -> Memory:
+        # Never inference tensors, which a later call could not write to.
+        with torch.inference_mode(False):
+            flat, views = torch.zeros(self._n_rows * self._row, dtype=self._dtype, device="cpu"), []
+            for tensor, start in zip(tensors, self._starts, strict=True):
+                stride = tensor.stride()
+                if self._by_slice:
+                    # Dense, whatever the gaps of the tensor.
+                    stride = torch.empty(tensor.shape, device="meta").stride()
+                    if tensor.dim() > 1:
+                        stride = (-(-stride[0] // self._row) * self._row, *stride[1:])
+                views.append(flat.as_strided(tensor.shape, stride, start))
+            numbers = array(TYPECODES[self._dtype], [1.0]) * len(self._counts)
+            factors = torch.frombuffer(numbers, dtype=self._dtype).unbind()
+            return Memory(flat.view(self._n_rows, self._row), views, numbers, factors)
+
+    def _of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The packed tensors, as they are packed."""
+        if self._long:
+            tensors = [tensors[i] for i in self._packed]
+        return list(map(as_real_rows, tensors)) if tensors[0].is_complex() else tensors
+
+    def _pack(self, tensors: list[Tensor]) -> Memory:
+        memory = self._take(tensors)
+        torch._foreach_copy_(memory.views, self._of(tensors))
+        return memory
+
+    def multiply_each_(self, tensors: list[Tensor], factors: list[float]) -> None:
+        """Multiplies each tensor by its factor, unless it is 1."""
+        memory = self._take(tensors)
+        memory.numbers[:] = array(memory.numbers.typecode, factors)
+        chosen = [i for i, factor in enumerate(factors) if factor != 1]
+        own = [memory.factors[i] for i in chosen]
+        torch._foreach_mul_([tensors[i] for i in chosen], own)
+        self._spare.append(memory)
+
+    def multiply_units_(self, tensors: list[Tensor], factors: Tensor) -> None:
+        """Multiplies each segment by its factor; a tensor whose factors are 1 is not written."""
+        changes = self.over_rows((factors - 1).abs_()).tolist()
+        if self._long:
+            parts = factors.split(self._counts)
+            for i in self._long:
+                if changes[i]:
+                    multiply_units_(tensors[i], parts[i])
+            factors = torch.cat([factors[:0], *(parts[i] for i in self._packed)])
+        chosen = [at for at, i in enumerate(self._packed) if changes[i]]
+        if not chosen:
+            return
+        memory, own = self._pack(tensors), self._of(tensors)
+        if self._segments is not None:
+            factors = factors.index_select(0, self._segments)
+        memory.rows.mul_(factors.unsqueeze(1))
+        torch._foreach_copy_([own[at] for at in chosen], [memory.views[at] for at in chosen])
+        # Others leave no zeros behind the segments.
+        if math.isfinite(sum(changes)):
+            self._spare.append(memory)
 
     def partial_norms(self, tensors: list[Tensor]) -> list[float]:
         """2-norms of some parts of the tensors, whose norm is that of all."""
         norms, by_rows = [], bool(self._long)
         if self._packed:
-            own = self._of(tensors, self._packed)
-            rows, views = memory = self._take(own)
-            torch._foreach_copy_(views, own)
+            memory = self._pack(tensors)
+            rows = memory.rows
             if rows.numel() > SMALL:
                 by_rows, rows = True, torch.linalg.vector_norm(rows, 2, 1)
             norms = [torch.linalg.vector_norm(rows, dtype=torch.float64).item()]
@@ -368,34 +363,30 @@ class Packing:
         return torch.cat([parts[i] for i in range(len(tensors))])
 
     def _packed_norms(self, tensors: list[Tensor]) -> Tensor:
-        own = self._of(tensors, self._packed)
-        rows, views = memory = self._take(own)
-        torch._foreach_copy_(views, own)
-        is_few = rows.numel() <= SMALL
-        norms = self._norms_of(rows, torch.float64 if is_few else self._dtype)
+        memory, is_double = self._pack(tensors), self._dtype == torch.float64
         # In float64, squares of narrower elements are right, whatever they are.
-        is_double = self._dtype == torch.float64
-        if is_double or not is_few:
-            least, most = map(Tensor.item, norms.aminmax())
-            if not (self._least <= least and most < math.inf):
-                if is_double:
-                    norms = torch.cat([self._exact_norms(tensors[i]) for i in self._packed])
-                else:
-                    norms = self._norms_of(rows, torch.float64)
+        is_right = memory.rows.numel() <= SMALL
+        norms = self._norms_of(memory.rows, torch.float64 if is_right else self._dtype)
+        is_right = is_right and not is_double
+        if not is_right and not torch.equal(norms, norms.clamp(self._least, sys.float_info.max)):
+            if is_double:
+                norms = torch.cat([self._exact_norms(tensors[i]) for i in self._packed])
+            else:
+                norms = self._norms_of(memory.rows, torch.float64)
         self._spare.append(memory)
         return norms
 
     def _norms_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of each segment, float64, from norms of rows in a dtype."""
-        norms: Tensor = torch.linalg.vector_norm(rows, 2, 1, dtype=dtype).double()
-        if len(rows) == len(self._lengths) and not self._has_empty:
-            return norms
-        squares = norms.square_()
+        norms: Tensor = torch.linalg.vector_norm(rows, 2, 1, dtype=dtype)
+        if self._segments is None:
+            return norms.double()
+        squares = norms.double().square_()
         return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt_()
 
-    def over_rows(self, values: Tensor, reduce: str) -> Tensor:
-        """The sum or the largest of the values of each tensor's segments."""
-        return torch.segment_reduce(values, reduce, lengths=self._of_tensors, unsafe=True)
+    def over_rows(self, values: Tensor) -> Tensor:
+        """The sum of the values of each tensor's segments."""
+        return torch.segment_reduce(values, "sum", lengths=self._of_tensors, unsafe=True)
 
     def _long_norms(self, tensor: Tensor) -> Tensor:
         if not self._by_slice:
@@ -413,14 +404,21 @@ class Packing:
 
 def _norm_by_rows(x: Tensor) -> Tensor:
     """The 2-norm of a long tensor, 0-d, float64, by norms of rows that may lose extreme squares."""
+    norm: Tensor
+    if x.numel() <= SMALL:
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm
     (flat,), row, dtype = as_contiguous([x]), ROW, torch.float32
     if x.dtype == torch.float64:
         row, dtype = _ROW_OF_DOUBLES, x.dtype
     flat, rest = flat.view(-1), x.numel() % row
     rows = flat[: x.numel() - rest] if rest else flat
-    pieces = rows.split(LONG_PIECE) if x.dtype.itemsize == 2 else (rows,)
+    pieces: Iterable[Tensor] = (rows,)
+    if x.dtype.itemsize == 2:
+        piece = torch.empty(min(LONG_PIECE, rows.numel()), dtype=dtype, device="cpu")
+        pieces = (piece[: part.numel()].copy_(part) for part in rows.split(LONG_PIECE))
     norms = [torch.linalg.vector_norm(p.view(-1, row), 2, 1, dtype=dtype) for p in pieces]
     norms += [flat[-rest:].to(dtype)] if rest else []
     values = torch.cat(norms) if len(norms) > 1 else norms[0]
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
