@@ -24,9 +24,9 @@ _OF_DEVICE = {"cpu": "native", "cuda": "triton"}
 def layout_of(tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> Layout:
     """The layout of gradients of one device and dtype, of the backend that serves them.
 
-    They are real, dense in memory, and contiguous where the layout is not `by_address`. With
-    weights, or none of them, it is one by rows, of gradients as users see them. Raises
-    NotImplementedError where a backend was asked for by name and cannot serve the device.
+    They are real and dense in memory. With weights, or none of them, it is one by rows, of
+    gradients as users see them. Raises NotImplementedError where a backend was asked for by name
+    and cannot serve the device.
     """
     device = tensors[0].device
     name = backend_name(device)

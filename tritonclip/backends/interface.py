@@ -117,16 +117,14 @@ class Batch(Protocol):
 class Layout(Protocol):
     """All that a backend derives from the form of a group: dtype, device, sizes and strides.
 
-    Holds no gradient.
+    Holds no gradient. Gradients are dense in memory, whatever the order of their dimensions; by
+    rows, they are taken as users see them.
 
     Attributes:
-        by_address: takes a gradient that is dense in memory, whatever the order of its dimensions;
-            other layouts need contiguous ones. By rows, gradients are taken as users see them.
         dtype: of results, float32 or float64; set by the plan.
         n_bytes: of memory that it keeps on the host between calls, at most.
     """
 
-    by_address: bool
     dtype: torch.dtype
     n_bytes: int
 

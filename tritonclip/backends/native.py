@@ -173,8 +173,6 @@ class NativeLayout:
     With weights, or none, it is one by rows, and gradients may have gaps.
     """
 
-    by_address = True
-
     def __init__(self, tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> None:
         self.dtype, dtype = torch.float32, tensors[0].dtype.to_real()
         self.is_double = dtype == torch.float64

@@ -67,8 +67,6 @@ class TorchLayout:
         on_host: the device's values can be read without waiting for it.
     """
 
-    by_address = True
-
     def __init__(
         self, tensors: Sequence[Tensor], weights: Sequence[Tensor] | None = None, *, on_host: bool
     ) -> None:

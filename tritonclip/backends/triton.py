@@ -51,8 +51,6 @@ class TritonLayout:
     By rows, of gradients and weights, each of one dtype, whose units are dense in memory.
     """
 
-    by_address = True
-
     def __init__(self, tensors: list[Tensor], weights: Sequence[Tensor] | None = None) -> None:
         self.dtype, device, dtype = torch.float32, tensors[0].device, tensors[0].dtype.to_real()
         n_sides, self.sizes, sizes = 1, list[int](), list(map(Tensor.numel, tensors))

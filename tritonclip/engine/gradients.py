@@ -35,7 +35,7 @@ from tritonclip.engine.arguments import (
 )
 from tritonclip.engine.plan import Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
-from tritonclip.engine.reading import copy_of, write_back_
+from tritonclip.engine.reading import as_real, copy_of, write_back_
 from tritonclip.messages import join_names
 from tritonclip.modes import PLAIN, is_observed, refuse_batches, refuse_tracer
 
@@ -219,8 +219,8 @@ class Gradients:
             self.copies = {i: copy_of(tensors[i]) for i in plan.staged}
             self.readable = [self.copies.get(i, grad) for i, grad in enumerate(tensors)]
             self.addresses = None
-        if plan.views:
-            self.readable = plan.readable(self.readable)
+        if plan.pairs:
+            self.readable = list(map(as_real, self.readable))
         return self
 
     def _keep(

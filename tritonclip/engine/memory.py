@@ -55,10 +55,10 @@ def memory_of(grad: Tensor) -> Region | None:
         return None
 
 
-def flat_size(grad: Tensor) -> int | None:
-    """The number of elements of a tensor that is dense, channels_last included, else None."""
+def is_dense(grad: Tensor) -> bool:
+    """Whether a tensor has no gaps, in any order of its dimensions: channels_last is dense too."""
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
-    return grad.numel() if grad.permute(order).is_contiguous() else None
+    return grad.permute(order).is_contiguous()
 
 
 def apart_in_python(addresses: list[int], spans: list[int]) -> bool:

@@ -19,7 +19,7 @@ from tritonclip.distributed.domain import Domain
 from tritonclip.distributed.shards import WHOLE_SHARD, Shard, Sharding
 from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.memory import OFFSETS, OverlapError, find_overlap, is_freed, memory_of
-from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
+from tritonclip.engine.reading import as_real, copy_of, needs_copy
 from tritonclip.modes import PLAIN, without_grad
 
 T = TypeVar("T")
@@ -64,7 +64,6 @@ class Plan:
         requires_grad: autograd may record the verbs: it can differentiate some of the gradients, or
             other processes have parts of them.
         staged: indices of gradients that are read from a copy.
-        views: gradients that verbs do not read in their shape.
         sparse: indices of sparse gradients, of which the values are clipped.
         pairs: complex gradients are among them.
         inference: gradients made in inference mode are among them.
@@ -89,7 +88,6 @@ class Plan:
     verifying: bool
     requires_grad: bool
     staged: tuple[int, ...] = ()
-    views: tuple[View, ...] = ()
     sparse: tuple[int, ...] = ()
     pairs: bool = False
     inference: bool = False
@@ -103,13 +101,6 @@ class Plan:
     domain: Domain | None = None
     sizes: Tensor | None = None
     rows: tuple[Any, Sequence[Layout]] | None = None
-
-    def readable(self, grads: list[Tensor]) -> list[Tensor]:
-        """The tensors of a list of this form that verbs read and write."""
-        grads = list(grads)
-        for view in self.views:
-            grads[view.index] = view.of(grads[view.index])
-        return grads
 
 
 # Floating-point dtypes of one byte, for which PyTorch has no arithmetic.
@@ -161,7 +152,6 @@ def make_plan(
     )
     kept = range(len(grads)) if distinct is None else distinct
     grads, regions = [grads[i] for i in kept], [regions[i] for i in kept]
-    views: list[View] = []
     sparse: list[int] = []
     copies: dict[int, Tensor] = {}
     members: dict[_Kind, list[int]] = {}
@@ -175,11 +165,7 @@ def make_plan(
         if values.layout == torch.sparse_coo:
             sparse.append(index)
             values = values._values()
-        view = view_of(index, values)
-        if view is not None:
-            views.append(view)
-            values = view.of(values)
-        readable.append(values)
+        readable.append(as_real(values))
         shard = placed[kept[index]][1] if placed else WHOLE_SHARD
         key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
@@ -197,17 +183,9 @@ def make_plan(
         at = tuple(placed[kept[i]][0] for i in indices) if placed else ()
         own = None if len(indices) == n else indices
         groups.append(Group(own, device, dtype, pairs, layout, shard, at))
-        if views and layout.by_address and not (pairs or sparse or sharding):
-            # Addresses are enough here. Complex pairs need views; shards are sent to other
-            # processes as contiguous tensors.
-            addressed = set(indices)
-            views = [view for view in views if view.index not in addressed]
-            for index in indices:
-                readable[index] = copies.get(index, grads[index])
     plan = Plan(
         groups=tuple(groups),
         staged=tuple(copies),
-        views=tuple(views),
         device=grads[0].device if grads else device,
         dtype=torch.float64 if sharding and sharding.is_wide else result_dtype(grads),
         sparse=tuple(sparse),

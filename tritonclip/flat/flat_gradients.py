@@ -13,7 +13,7 @@ from tritonclip import settings
 from tritonclip.distributed.domain import Processes
 from tritonclip.engine.arguments import GradientSource, labelled, needs_clip
 from tritonclip.engine.gradients import Gradients, collect
-from tritonclip.engine.memory import flat_size
+from tritonclip.engine.memory import is_dense
 from tritonclip.engine.plan import FLOAT8
 from tritonclip.messages import join_names
 from tritonclip.modes import PLAIN, is_observed, outside_inference, without_grad
@@ -233,7 +233,7 @@ def _lay_out(parameters: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]
         for parameter in sorted(members, key=lambda p: p.numel() * p.element_size() % _VECTOR != 0):
             stride = parameter.stride()
             # Autograd lays out a gradient as its parameter if that is dense, else contiguously.
-            if flat_size(parameter) is None:
+            if not is_dense(parameter):
                 stride = torch.empty(parameter.shape, device="meta").stride()
             views[id(parameter)] = buffer.as_strided(parameter.shape, stride, offset)
             offset += parameter.numel()
