@@ -345,7 +345,8 @@ def _as_float(name: str, number: object) -> float:
         remedy = "leave it out for 2.0" if name == "norm_type" else "float('inf') clips nothing"
         raise TypeError(f"{name} must be a number, got None; {remedy}")
     if isinstance(number, Tensor):
-        number = local_number(name, number)
+        # torch warns of a tensor with a graph that becomes a number.
+        number = local_number(name, number).detach()
     try:
         return float(number)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError) as error:

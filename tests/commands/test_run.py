@@ -264,6 +264,17 @@ def test_record_says_that_no_norm_came_and_keeps_the_exit_status(run, folder, ca
     assert not (folder / "norms.csv").exists()
 
 
+def test_record_names_no_file_that_could_not_be_written(folder):
+    away = "    import shutil; shutil.rmtree('runs')\n"
+    (folder / "away.py").write_text(TRAIN + away)
+    (folder / "runs").mkdir()
+    done = python("-m", "tritonclip", "run", "--record", "runs/norms.csv", "away.py", "3")
+    assert done.returncode == 0, done.stderr
+    assert "rows for" in done.stderr
+    assert "are lost" in done.stderr
+    assert "norms are in" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

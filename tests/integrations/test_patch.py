@@ -192,6 +192,13 @@ def test_blocks_of_one_patch_may_be_nested():
     assert_torchs_own()
 
 
+def test_a_stack_may_end_a_patch_that_it_did_not_begin():
+    with contextlib.ExitStack() as stack:
+        stack.push(tritonclip.patch_torch())
+        assert is_patched()
+    assert_torchs_own()
+
+
 def test_code_that_was_kept_while_patched_is_torchs_again():
     with tritonclip.patch_torch():
         kept = types.FunctionType(CLIP.__code__, CLIP.__globals__, closure=CLIP.__closure__)
@@ -353,6 +360,15 @@ def test_arguments_may_be_named_as_torchs_are(name):
     torch.testing.assert_close(grad_of(second[0]), grad_of(first[0]))
 
 
+def test_a_limit_that_has_a_graph_gives_no_warning():
+    """Torch's function gives none; a warning would be an error here."""
+    params = parameters([torch.tensor([3.0, 4.0])])
+    limit: Any = torch.tensor(1.0, requires_grad=True)
+    with tritonclip.patch_torch() as patch:
+        assert torch.nn.utils.clip_grad_norm_(params, limit).item() == 5.0
+    assert not patch.served_by_torch
+
+
 def test_an_iterator_is_read_once_for_both_functions():
     params = parameters([torch.tensor([3.0]), torch.tensor([4.0])])
     with tritonclip.patch_torch(), served_by_torch():
@@ -374,6 +390,16 @@ def test_a_recorder_takes_each_norm_and_its_limit_once(tmp_path):
     history = read(path)
     assert history.norms.tolist() == [5.0, 0.5, 5.0]
     assert history.limits.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_two_patches_with_one_recorder_record_each_call_once(tmp_path):
+    """As of a cell of a notebook that is run twice."""
+    path = tmp_path / "norms.csv"
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        with tritonclip.patch_torch(recorder=recorder):
+            torch.nn.utils.clip_grad_norm_(parameters([torch.tensor([3.0, 4.0])]), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters([torch.tensor([3.0])]), 1.0)
+    assert read(path).norms.tolist() == [5.0, 3.0]
 
 
 def another_run(path: Path) -> None:
@@ -492,6 +518,21 @@ def test_losses_are_those_on_which_a_script_calls_backward(losses, request, back
     # A loss that no scaler scaled is left out where there is one.
     loss_of(weight, 7.0).backward()
     assert losses.total() == (None if "scaled" in request.node.callspec.id else 7.0)
+
+
+def test_a_loss_is_found_while_another_thread_scales_one(losses, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    class Found(weakref.ref[Tensor]):
+        """A reference that is read while the other thread runs."""
+
+        def __call__(self) -> Tensor | None:
+            SCALED.scale(loss_of(weight, 3.0))
+            return super().__call__()
+
+    monkeypatch.setattr(weakref, "ref", Found)
+    SCALED.scale(loss_of(weight, 4.0)).backward()
+    assert losses.total() == 4.0
 
 
 def test_losses_of_threads_are_their_own(losses):

@@ -63,6 +63,13 @@ def test_a_module_may_swap_its_tensors():
     assert numbers_of(lists, [[*model.parameters()]]) == before == [1]
 
 
+def test_parameters_of_a_lazy_module_that_is_never_called_have_no_size():
+    lists = GradientLists()
+    given = [*torch.nn.LazyLinear(2).parameters(), *made(1)]
+    assert str(lists.find(given)) == "1: 3 tensors, 3 elements"
+    assert numbers_of(lists, [given, made(3), given]) == [1, 2, 1]
+
+
 @pytest.mark.parametrize("kind", ["grows", "shrinks at its start", "sizes"])
 def test_lists_that_change_at_every_call_are_few(kind):
     lists, params = GradientLists(), made(200)

@@ -131,7 +131,7 @@ def main(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             lines.insert(1, _NOT_COUNTED.format(join_names(forked, 4)))
         if recorder is not None:
             command = f"norms are in {file}: python -m tritonclip suggest {file}"
-            lines.append(command if recorder.steps else "no norm was recorded")
+            lines.append(command if recorder.path.is_file() else "no norm was recorded")
         _say(stderr, lines)
 
     # This runs after all threads, and after the functions that the script registers.

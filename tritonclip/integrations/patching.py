@@ -128,7 +128,8 @@ class TorchPatch:
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            self._n_blocks -= 1
+            # A stack of contexts may end a block that did not begin.
+            self._n_blocks = max(self._n_blocks - 1, 0)
             if not self._n_blocks:
                 _activate(tuple(patch for patch in _patches if patch is not self))
 
@@ -137,10 +138,9 @@ class TorchPatch:
             if self not in _patches:
                 _activate((*_patches, self))
 
-    def record_(self, arguments: Mapping[str, Any], result: Any) -> None:
-        """Adds a call to the recorder, and drops the recorder if that fails."""
-        recorder, limit = self.recorder, arguments["max_norm"]
-        assert recorder is not None
+    def record_(self, recorder: Recorder, arguments: Mapping[str, Any], result: Any) -> None:
+        """Adds a call to the patch's recorder, and drops the recorder if that fails."""
+        limit = arguments["max_norm"]
         try:
             limit = limit if isinstance(limit, Tensor) else float(limit)
             tensors = arguments["parameters"]
@@ -209,7 +209,8 @@ class Losses(threading.local):
         def add(tensors: Any) -> None:
             self._total = None
             for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
-                known = [loss for one, loss in scaled if one() is tensor]
+                # A copy, since another thread may scale a loss meanwhile.
+                known = [loss for one, loss in [*scaled] if one() is tensor]
                 if known or (type(tensor) is Tensor and not scaled):
                     self.found.append(known[0] if known else tensor.detach())
 
@@ -361,9 +362,14 @@ def _clip_of(name: str) -> Callable[..., Any]:
         elif done is not None:
             done(result)
         if records:
+            # Two patches have the same one where a cell of a notebook is run twice.
+            recorders: list[Recorder] = []
             for patch in _patches:
-                if patch.recorder is not None:
-                    patch.record_(dict(zip(names, args, strict=False)) | kwargs, result)
+                recorder = patch.recorder
+                if recorder is not None and recorder not in recorders:
+                    recorders.append(recorder)
+                    named = dict(zip(names, args, strict=False)) | kwargs
+                    patch.record_(recorder, named, result)
         return result
 
     return clip

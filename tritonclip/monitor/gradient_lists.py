@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 # The largest number of lists that are recognized in a run.
 MOST_LISTS = 1000
@@ -63,7 +64,8 @@ class GradientLists:
         members = tuple(map(id, tensors))
         found = self._known.get(members)
         if found is None or found.is_freed:
-            size = (len(tensors), sum(tensor.numel() for tensor in tensors))
+            # A parameter of a lazy module that was never called has no size.
+            size = (len(tensors), sum(x.numel() for x in tensors if not is_lazy(x)))
             # New tensors may have the identities of freed ones.
             if found is None or size != (found.n_tensors, found.n_elements):
                 found = self._of_new(members, size)
@@ -131,6 +133,6 @@ def _weak_storage(tensors: Sequence[Tensor]) -> StorageWeakRef | None:
     first: Any = tensors[0]
     try:
         return StorageWeakRef(getattr(first, "_local_tensor", first).untyped_storage())
-    except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no storage.
+    except (RuntimeError, ValueError):
+        # Sparse tensors and parameters of lazy modules have no storage.
         return None
