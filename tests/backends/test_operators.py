@@ -140,6 +140,13 @@ def test_every_half_value_is_scaled_by_its_own_norm_as_foreach_scales_it(dtype, 
     assert_bits(grads, expected)
 
 
+def test_gradients_too_long_to_be_packed_are_each_scaled_by_their_norm():
+    grads = [torch.full((PACKED + 1,), value) for value in (2.0, 3.0)]
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(1.0))
+    assert norms.tolist() == pytest.approx([value * math.sqrt(PACKED + 1) for value in (2.0, 3.0)])
+    assert [true_norm([grad]) for grad in grads] == pytest.approx([1.0, 1.0])
+
+
 @pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])
 def test_gradients_within_their_limit_are_not_written(rule):
     small, large = torch.full((3,), 0.1), torch.full((3,), 5.0)

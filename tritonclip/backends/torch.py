@@ -236,17 +236,16 @@ class Packing:
         self._least = _TRUSTED_DOUBLE if dtype == torch.float64 else _TRUSTED
         n, self._packed, self._long = 0, list[int](), list[int]()
         for i, size in enumerate(sizes):
-            # To copy one alone would not pay.
-            is_long = size > PACKED or n + size > ALL_PACKED or len(sizes) == 1
+            # A small one alone is not worth a copy.
+            is_long = size > PACKED or n + size > ALL_PACKED or (len(sizes) == 1 and size <= SMALL)
             (self._long if is_long else self._packed).append(i)
             n += 0 if is_long else size
+        self._is_complex = tensors[0].is_complex()
         # Of each packed tensor, in reals.
-        reals = 2 if tensors[0].is_complex() else 1
+        reals = 2 if self._is_complex else 1
         lengths = {i: reals * sizes[i] // self._counts[i] for i in self._packed}
-        n_segments, longest = (
-            sum(self._counts[i] for i in lengths),
-            max(lengths.values(), default=0),
-        )
+        longest = max(lengths.values(), default=0)
+        n_segments = sum(self._counts[i] for i in lengths)
         # Segments of few elements in all have a row each, so that there is nothing to reduce.
         self._row = longest if ROW < longest <= SMALL // n_segments else ROW
         # Of each packed tensor, in elements; of each of its segments, in rows.
@@ -265,8 +264,8 @@ class Packing:
         self._of_tensors = torch.tensor(self._counts, dtype=torch.int64, device="cpu")
         self._spare: list[Memory] = []
         # Tensors that are clamped by two operators for all, and those by one each.
-        small = [i for i, size in enumerate(sizes) if size <= SMALL and len(sizes) > 1]
-        self.by_size = small, [i for i in range(len(sizes)) if i not in set(small)]
+        are_small = [size <= SMALL and len(sizes) > 1 for size in sizes]
+        self.by_size = [[i for i, own in enumerate(are_small) if own is of] for of in (True, False)]
         n_views = len(lengths) + len(sizes)
         self.n_bytes = n_rows * (self._row * self._dtype.itemsize + 8) + _VIEW_BYTES * n_views
 
@@ -297,7 +296,7 @@ class Packing:
         """The packed tensors, as they are packed."""
         if self._long:
             tensors = [tensors[i] for i in self._packed]
-        return list(map(as_real_rows, tensors)) if tensors[0].is_complex() else tensors
+        return list(map(as_real_rows, tensors)) if self._is_complex else tensors
 
     def _pack(self, tensors: list[Tensor]) -> Memory:
         memory = self._take(tensors)
