@@ -7,11 +7,13 @@ import tritonclip
 from helpers import reference
 from helpers.cases import (
     DOZENS,
+    FLOATS,
     assert_bits,
     check_clip,
     copies,
     each_rule,
     grad_of,
+    normal,
     of_sizes,
     parameter,
     parameters,
@@ -104,3 +106,11 @@ def test_grad_scale_by_value_that_overflows_is_brought_to_the_bound(device, poli
     with tritonclip.verify():
         tritonclip.clip_([parameter(grad)], ClipByValue(0.5), nonfinite=policy, grad_scale=2.0**-16)
     assert grad.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_grad_scale_by_value_keeps_every_digit(device, dtype):
+    grad = normal(9, dtype, device)
+    halved = (grad / 2).clamp(-0.5, 0.5)
+    tritonclip.clip_([parameter(grad)], ClipByValue(0.5), grad_scale=2.0)
+    assert_bits([grad], [halved])
