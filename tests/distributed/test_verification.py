@@ -379,11 +379,17 @@ def test_verify_leaves_no_replica_of_ddp_waiting() -> None:
 
 @in_processes(2)
 def test_verify_passes_rules_without_text() -> None:
-    """A function's text, and an object's, has an address, which differs between processes."""
+    """A function's text, and an object's, has an address, which differs between processes.
+
+    So does what a rule keeps of earlier calls, such as of a list that one process has alone.
+    """
     addresses = [[object() for _ in range(7 * dist.get_rank())]]
-    named, state = _twins(), ClipState()
+    named, state, by_value = _twins(), ClipState(), ClipByValue(0.5)
+    if is_first():
+        tritonclip.clip_tensors_([torch.ones(2)], by_value)
     with tritonclip.verify():
         _clip(named, _Own(0.5))
+        _clip(named, by_value)
         for _ in range(2):
             _clip(named, ClipByGlobalNorm(lambda step: 1.0 + step), state=state)
             _step(named, ClipByNorm(lambda step: 1.0 + step))

@@ -4,6 +4,7 @@ Under `verify()` they have to be about to do the same with the same parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any
 from zlib import crc32
@@ -77,15 +78,21 @@ def describe_call(
 def describe_rule(rule: Any) -> str:
     """The name of a rule and its numbers; those of the call, if it is bound to its state."""
     rule = getattr(rule, "rule", rule)
-    # For a class that is no dataclass, attributes take the place of arguments.
-    public = [name for name in getattr(rule, "__dict__", ()) if not name.startswith("_")]
+    cls = type(rule)
+    # For a class that is no dataclass, attributes take the place of arguments. A cached property
+    # is none: it is there only after a call that needed it.
+    public = [
+        name
+        for name in getattr(rule, "__dict__", ())
+        if not (name.startswith("_") or isinstance(getattr(cls, name, None), cached_property))
+    ]
     names = dict.fromkeys((*rule.__match_args__, "norm_type", "eps", *public))
     values = {name: getattr(rule, name, None) for name in names}
     shown = (
         f"{name}={value!r}" if isinstance(value, Real | str) else f"{name}: {type(value).__name__}"
         for name, value in values.items()
     )
-    return f"{type(rule).__name__}({', '.join(shown)})"
+    return f"{cls.__name__}({', '.join(shown)})"
 
 
 def describe_state(state: Mapping[str, Any]) -> str:
