@@ -258,6 +258,16 @@ def test_call_that_one_process_refuses_raises_everywhere(what: str) -> None:
     assert_same_everywhere(optimizer.stats.last_norm)
 
 
+@pytest.mark.parametrize("how", [stated, in_steps])
+@in_processes(2)
+def test_limit_that_differs_between_processes_raises_everywhere(how: Any) -> None:
+    named = named_parameters()
+    call = how(named, lambda: Own(in_first(0.25, torch.tensor(0.5))))
+    error = pytest.raises(ValueError, match=r"limit of Own must be the same.*got 0.25 to 0.5;")
+    with unchanged([*named.values(), *grads_of(named.values())]), error:
+        call()
+
+
 @in_processes(2)
 def test_norms_by_name_of_a_bad_gradient_raises_everywhere() -> None:
     named = named_parameters()

@@ -303,6 +303,9 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
     """Asks the rules for their limits; if one raises on one process, all processes raise.
 
     On an accelerator, a limit that is NaN on one process becomes NaN on all.
+
+    Raises:
+        ValueError: the processes would clip by other limits.
     """
     error: Exception | None = None
     for rule, norms in measured:
@@ -318,12 +321,29 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
     for _, norms in measured:
         if isinstance(norms.limit, Tensor):
             flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
-    # Unless there is an error, two numbers are all that a process sends.
-    failed, unlimited = all_reduce(flags, domain.groups, largest=True).tolist()
+    # Of each gradient, a process has the limits of those that are there.
+    shared = [(rule, norms.limit) for rule, norms in measured if not norms.per_gradient]
+    limits = [
+        limit.to(flags).reshape(1)
+        if isinstance(limit, Tensor)
+        else flags.new_full((1,), limit or 0.0)
+        for _, limit in shared
+    ]
+    sent = torch.cat([flags, *limits, *map(torch.neg, limits)])
+    # Unless there is an error, these numbers are all that a process sends.
+    failed, unlimited, *ends = all_reduce(sent, domain.groups, largest=True).tolist()
     if failed:
         agree({}, error, domain)
     for _, norms in measured if unlimited else ():
         norms.limit = torch.full((), math.nan, device=device)
+    for at, (rule, _) in enumerate(shared):
+        largest, least = ends[at], -ends[at + len(shared)]
+        if not unlimited and largest > least and not math.isclose(largest, least, rel_tol=1e-5):
+            raise ValueError(
+                f"the limit of {rule.name} must be the same on all processes that share a norm, "
+                f"got {least:.6g} to {largest:.6g}; expected one of measured.norm(), or of numbers "
+                "that all of them have"
+            )
 
 
 def limit_of(rule: Rule, norms: Norms) -> Limit:
