@@ -163,7 +163,8 @@ class Rule(_Checked):
 
         Returns:
             A number of 0 or more, or a 0-d tensor on any device. A rule that is `per_gradient` may
-            also return a list or a 1-d tensor with the limit of each gradient.
+            also return a list or a 1-d tensor with the limit of each gradient. Processes that share
+            a norm return the same.
         """
         limit: float | Schedule | None = self.known_limit
         if callable(limit):
