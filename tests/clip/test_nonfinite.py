@@ -5,7 +5,6 @@ import torch
 
 import tritonclip
 from helpers.cases import CHUNK, each_rule, normal, parameter, parameters
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 0.5)
 
@@ -15,25 +14,6 @@ def spoiled(device, bad, dtype=torch.float32):
     grads = [normal(5, dtype, device), normal(CHUNK + 9, dtype, device), normal(9, dtype, device)]
     grads[1][CHUNK + 2] = bad
     return grads
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        *(
-            kind(x)
-            for kind in (ClipByGlobalNorm, ClipByNorm, ClipByValue)
-            for x in (0.0, torch.inf)
-        ),
-        ClipByValue(0.25, 0.75),
-    ],
-    ids=repr,
-)
-def test_zero_holds_at_any_limit(device, rule):
-    """Also beside bounds that exclude it."""
-    grads = spoiled(device, torch.inf)
-    tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
-    assert all(not grad.any() for grad in grads)
 
 
 @pytest.mark.parametrize("rule", RULES[:2])

@@ -133,27 +133,6 @@ def test_norm_of_twenty_million_constants(device, dtype, value):
     assert_norm(measured([grad]), grad[0].double().item() * 20_000_000**0.5)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ((torch.float16,), torch.float32),
-        ((torch.bfloat16, torch.float16), torch.float32),
-        ((torch.float32,), torch.float32),
-        ((torch.float32, torch.float64), torch.float64),
-        ((torch.float16, torch.float64), torch.float64),
-        ((torch.complex64,), torch.float32),
-        ((torch.float32, torch.complex128), torch.float64),
-    ],
-    ids=str,
-)
-def test_norm_dtype_is_never_half(device, dtypes, expected):
-    norm = measured([normal(3, dtype, device) for dtype in dtypes])
-    assert norm.dtype == expected
-    assert norm.shape == ()
-    assert norm.device.type == device.type
-    assert not norm.requires_grad
-
-
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norm_does_not_depend_on_the_default_dtype(device, dtype, default):

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 import tritonclip
 from helpers.cases import FLOATS, FUNCTIONS, Operators, assert_bits, normal, parameters, unchanged
@@ -141,24 +140,6 @@ def test_bounds_have_the_bits_of_the_other_ways(low, dtype, by_others):
             continue
         clamp = partial(functional.clip_by_value, min=low, max=high)
         assert_bits([clamp(x)], [by_others(clamp, x)])
-
-
-@functions
-def test_structures_and_none_are_kept(function, count):
-    x = [normal(9, seed=i) for i in range(4)]
-    expected = function(x, 0.5)
-    trees: tuple[Any, ...] = (
-        [x[0], None, *x[1:]],
-        tuple(x),
-        dict(enumerate(x)),
-        {"a": x[:2], "b": (x[2], [x[3], None])},
-    )
-    for tree in trees:
-        made = function(tree, 0.5)
-        assert pytree.tree_structure(made) == pytree.tree_structure(tree)
-        assert_bits([leaf for leaf in pytree.tree_leaves(made) if leaf is not None], expected)
-        assert count[-1] is not None
-    assert_bits([function(x[0], 0.5)], function([x[0]], 0.5))
 
 
 OTHERS = {

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.cases import FLOATS, FUNCTIONS, INTERPRETED, grad_of, normal
+from helpers.cases import FLOATS, FUNCTIONS, grad_of, normal
 from helpers.lists import make, mixed, transposed
 from tritonclip import functional
 
@@ -331,18 +331,3 @@ def test_without_grad_mode_nothing_is_recorded(device):
     with torch.no_grad():
         for y in (functional.clip_by_norm(x, 0.5), functional.clip_by_value(x, -0.1, 0.1)):
             assert not y.requires_grad
-
-
-@pytest.mark.skipif(INTERPRETED, reason="forward mode runs in PyTorch operators")
-# Of torch itself, when it first makes a dual tensor.
-def test_forward_derivatives_are_those_of_backward():
-    x, way = matrix(), normal((3, 4), DOUBLE, seed=5)
-    for function in (
-        lambda x: functional.clip_by_norm(x, 0.5),
-        lambda x: functional.clip_by_value(x, -0.3, 0.4),
-        lambda x: functional.clip_by_global_norm([x], 0.5)[1],
-    ):
-        with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, way))).tangent
-        _, expected = torch.autograd.functional.jvp(function, x, way)
-        torch.testing.assert_close(tangent, expected)

@@ -70,21 +70,3 @@ def test_functional_loop_is_the_in_place_one():
 def test_compiled_functional_loop_is_the_in_place_one():
     run = functional(lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
     assert_equal_runs(run, in_place())
-
-
-def test_meta_learning_differentiates_through_a_clipped_step():
-    """The derivative of a loss after a clipped step, in the parameters before it."""
-    target = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-
-    def loss(weight):
-        return (weight - target).square().sum() + weight.prod()
-
-    def after_step(weight):
-        (gradient,), _ = clip_by_global_norm((grad(loss)(weight),), LIMIT)
-        return loss(weight - RATE * gradient)
-
-    weight = torch.tensor([0.3, 0.4, 0.2], dtype=torch.float64)
-    slope, step = grad(after_step)(weight), 1e-6
-    for i, way in enumerate(torch.eye(3, dtype=torch.float64)):
-        difference = after_step(weight + step * way) - after_step(weight - step * way)
-        torch.testing.assert_close(slope[i], difference / (2 * step), rtol=1e-6, atol=1e-8)

@@ -1,21 +1,24 @@
 """clip_per_example: each example by its norm, one sum over the batch, norms [B]."""
 
-import copy
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import tritonclip
 from bench.timing import extra_bytes
 from helpers import reference
-from helpers.cases import FLOATS, assert_bits, normal
+from helpers.cases import FLOATS, INTERPRETED, assert_bits, assert_norm, normal, untouched
+from helpers.clips import CHOICES, MAGNITUDES
 from tritonclip.engine import units
-from tritonclip.functional import clip_by_global_norm, clip_per_example
+from tritonclip.functional import clip_per_example
 
+DTYPES = (*MAGNITUDES, torch.complex64, torch.complex64)
 SHAPES = ((3, 5), (7,), (), (2, 3, 2, 2), (0,))
 
 
@@ -34,7 +37,12 @@ def tensors_of(tree: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def expected_of(
-    tree: dict[str, Any], max_norm: float, *, per_layer: bool = False, normalize: bool = False
+    tree: dict[str, Any],
+    max_norm: float,
+    *,
+    per_layer: bool = False,
+    normalize: bool = False,
+    zero: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Sums and norms in float64, an example at a time."""
     tensors = tensors_of(tree)
@@ -45,8 +53,10 @@ def expected_of(
         whole = reference.total_norm([x[i] for x in tensors.values()])
         for name, x in tensors.items():
             norm = reference.norm(x[i]) if per_layer else whole
-            by = max_norm / (norm + 0.01) if normalize else min(1.0, max_norm / norm if norm else 1)
-            sums[name] += x[i].double().cpu() * by
+            by = max_norm / (norm + 0.01 if normalize else norm or math.inf)
+            by = by if normalize or by < 1 or math.isnan(by) or not norm else 1.0
+            if math.isfinite(norm) or not zero:
+                sums[name] += x[i].double().cpu() * by
             norms[name].append(norm)
     return sums, norms
 
@@ -54,9 +64,11 @@ def expected_of(
 def assert_sums(actual: dict[str, Any], tree: dict[str, Any], sums: dict[str, Tensor]) -> None:
     """Sums of n examples whose norm is at most 2, rounded once to the result's dtype.
 
-    A coefficient has the error of its norm, 1e-6 in float32; n products and sums are rounded.
+    A coefficient has the error of its norm, 1e-6 unless all are float64; n products and sums are
+    rounded.
     """
     assert list(actual) == list(tree)
+    is_double = all(x.dtype == torch.float64 for x in tensors_of(tree).values())
     for name, x in tree.items():
         if x is None:
             assert actual[name] is None
@@ -64,50 +76,93 @@ def assert_sums(actual: dict[str, Any], tree: dict[str, Any], sums: dict[str, Te
         ours = actual[name]
         assert ours.shape == x.shape[1:]
         assert ours.device == x.device
+        assert ours.dtype == x.dtype
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        error = (len(x) + 4) * torch.finfo(wide).eps + (1e-6 if wide == torch.float32 else 0.0)
+        error = (len(x) + 4) * torch.finfo(wide).eps + (0.0 if is_double else 1e-6)
         allowed = 2 * len(x) * error + sums[name].abs() * torch.finfo(ours.dtype).eps / 2
         allowed += torch.finfo(ours.dtype).smallest_normal
-        assert bool(((ours.double().cpu() - sums[name]).abs() <= allowed).all())
+        found = ours.double().cpu()
+        assert torch.equal(found.isnan(), sums[name].isnan())
+        assert not bool(((found - sums[name]).abs() > allowed).any())
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("per_layer", "normalize"), [(False, False), (True, False), (False, True)])
-def test_clip_per_example_is_the_sum_of_clipped_examples(backend, dtype, per_layer, normalize):
-    tree = batch_of(9, dtype, backend.device)
-    sums, norms = expected_of(tree, 1.5, per_layer=per_layer, normalize=normalize)
+ORDERS = {
+    "pages": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "innermost": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps-between-rows": lambda x: torch.cat([x, x + 1], 1)[:, : x.shape[1]],
+    "gaps-between-elements": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "expanded-inside": lambda x: x[:, :1].expand(x.shape),
+    "overlapping": lambda x: x.flatten().as_strided(x.shape, (1, 1, 2)),
+}
 
-    total, known = clip_per_example(tree, 1.5, per_layer=per_layer, normalize=normalize)
 
-    assert_sums(total, tree, sums)
-    assert all(x is None or total[name].dtype == dtype for name, x in tree.items())
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    found = tensors_of(known) if per_layer else {"0": known}
-    for name, own in found.items():
-        assert own.dtype == wide
-        assert own.tolist() == pytest.approx(
-            norms[name], rel=1e-12 if dtype == torch.float64 else 1e-6
+def random_batch(choice: random.Random, device: torch.device) -> dict[str, Any]:
+    """Gradients of examples, in any order of memory, some huge or tiny, or with NaN or inf."""
+    n = choice.choice([0, 1, 4] if INTERPRETED else [0, 1, 2, 9, 33])
+    dtype, seed = choice.choice(DTYPES), choice.randrange(10**6)
+    is_mixed, is_extreme, is_bad = (choice.random() < 0.3 for _ in range(3))
+    drawn = random.Random(seed)
+    sizes = torch.tensor([10 ** drawn.uniform(-2, 2) for _ in range(n)], dtype=torch.float64)
+    made: dict[str, Any] = {"none": None}
+    for i in range(choice.choice([1, 2, 5])):
+        own = drawn.choice(DTYPES) if is_mixed else dtype
+        shape = drawn.choice([*SHAPES, *[(6, 5)] * 5, (16385,)])
+        x = normal((n, *shape), own, seed=seed + i)
+        x *= sizes.view(n, *(1,) * len(shape))
+        if is_extreme:
+            x[drawn.choice([slice(None), slice(0, 1)])] *= drawn.choice(MAGNITUDES[own.to_real()])
+        if is_bad and x.numel():
+            x.view(n, -1)[drawn.randrange(n), -1] = drawn.choice([math.nan, math.inf])
+        orders = [*ORDERS.values()] if len(shape) == 2 else [lambda x: x]
+        x = drawn.choice(orders)(x.to(device))
+        if drawn.random() < 0.2:
+            x = x.conj() if x.is_complex() else torch._neg_view(x)
+        made[str(i)] = x
+    return made
+
+
+def in_pairs(tree: dict[str, Any]) -> dict[str, Any]:
+    """With complex tensors as pairs of real numbers."""
+    pairs = {
+        name: torch.view_as_real(x.resolve_conj())
+        for name, x in tree.items()
+        if x is not None and x.is_complex()
+    }
+    return {**tree, **pairs}
+
+
+@given(choice=CHOICES)
+def test_clip_per_example_is_the_sum_of_clipped_examples(backend, choice: random.Random):
+    tree = random_batch(choice, backend.device)
+    n = len(tree["0"])
+    limit = choice.choice([1.5, 0.25, 0.0])
+    given_limit: Any = choice.choice([limit, torch.tensor(limit), torch.tensor([limit]).double()])
+    own_norms, normalize = choice.random() < 0.5, choice.random() < 0.3
+    nonfinite: Any = choice.choice(["propagate", "zero"])
+    reduce: Any = choice.choice(["sum", "mean"] if n else ["sum"])
+    pairs = in_pairs(tree)
+    sums, norms = expected_of(
+        pairs, limit, per_layer=own_norms, normalize=normalize, zero=nonfinite == "zero"
+    )
+
+    with untouched(tensors_of(tree).values()):
+        total, known = clip_per_example(
+            tree,
+            given_limit,
+            per_layer=own_norms,
+            normalize=normalize,
+            reduce=reduce,
+            nonfinite=nonfinite,
         )
 
-
-@pytest.mark.parametrize("n", [0, 1, 2, 33])
-def test_clip_per_example_takes_any_number_of_examples(backend, n):
-    tree = batch_of(n, device=backend.device)
-    total, norms = clip_per_example(tree, 1.0)
-    assert norms.shape == (n,)
-    assert_sums(total, tree, expected_of(tree, 1.0)[0])
-
-
-def test_clip_per_example_measures_rows_longer_than_a_chunk(backend):
-    tree = {"a": normal((3, 16385), device=backend.device), "b": normal((3, 2), torch.float64)}
-    tree["b"] = tree["b"].to(backend.device)
-    total, norms = clip_per_example(tree, 1.0)
-    expected, known = expected_of(tree, 1.0)
-    assert norms.tolist() == pytest.approx(known["a"], rel=1e-6)
-    assert norms.dtype == torch.float64
-    for name, sums in expected.items():
-        torch.testing.assert_close(total[name].double().cpu(), sums, rtol=1e-5, atol=1e-7)
+    scale = n if reduce == "mean" else 1
+    assert_sums(in_pairs(total), pairs, {name: x / scale for name, x in sums.items()})
+    dtypes = {x.dtype.to_real() for x in tensors_of(tree).values()}
+    for name, own in tensors_of(known if own_norms else {"0": known}).items():
+        assert own.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
+        assert_norm(own, norms[name], is_mixed=len(dtypes) > 1)
 
 
 def test_clip_per_example_in_half_precision_takes_several_pieces(backend, monkeypatch):
@@ -132,55 +187,6 @@ def test_clip_per_example_makes_no_copy_of_the_batch(dtype, order):
     assert extra < x.nbytes / 64 + 2**20 * (8 if dtype == torch.float64 else 4) + 2**20
 
 
-ORDERS = {
-    "pages": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "innermost": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "gaps-between-rows": lambda x: torch.cat([x, x + 1], 1)[:, : x.shape[1]],
-    "gaps-between-elements": lambda x: torch.stack([x, x + 1], -1)[..., 0],
-    "expanded": lambda x: x[:1].expand(x.shape),
-    "expanded-inside": lambda x: x[:, :1].expand(x.shape),
-    "overlapping": lambda x: x.flatten().as_strided(x.shape, (1, 2, 3)),
-    "negated": lambda x: torch._neg_view(x),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_clip_per_example_reads_any_order_of_memory(backend, order):
-    x = normal((4, 6, 5), device=backend.device)
-    tree = {"x": ORDERS[order](x), "same": x, "again": x}
-    before = tree["x"].clone()
-    total, norms = clip_per_example(tree, 1.0)
-    sums, known = expected_of(tree, 1.0)
-    assert_sums(total, tree, sums)
-    assert norms.tolist() == pytest.approx(known["x"], rel=1e-6)
-    assert torch.equal(tree["x"], before)
-
-
-def test_clip_per_example_takes_complex(backend):
-    x = normal((3, 4), torch.complex64, backend.device)[:, :, None].expand(3, 4, 2)
-    pairs = torch.view_as_real(x)
-    other = normal((3, 5), device=backend.device)
-    for conjugated in (False, True):
-        own = x.conj() if conjugated else x
-        total, norms = clip_per_example([own, other], 1.0)
-        expected, known = clip_per_example([pairs, other], 1.0)
-        torch.testing.assert_close(norms, known)
-        made = torch.view_as_complex(expected[0].contiguous())
-        torch.testing.assert_close(total[0], (made.conj() if conjugated else made).resolve_conj())
-        assert torch.equal(total[1], expected[1])
-
-
-@pytest.mark.parametrize("size", [1e30, 1e-30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_clip_per_example_measures_extreme_magnitudes(backend, size, dtype):
-    double = dtype == torch.float64
-    tree = [normal((2, 3), dtype, backend.device) * (size**6 if double else size)] * 2
-    _, norms = clip_per_example(tree, 1.0)
-    expected = [reference.total_norm([x[i] for x in tree]) for i in range(2)]
-    assert norms.tolist() == pytest.approx(expected, rel=1e-12 if double else 1e-6)
-
-
 def test_clip_per_example_at_its_limit_changes_no_bit():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     total, norms = clip_per_example(x, 5.0)
@@ -191,65 +197,6 @@ def test_clip_per_example_at_its_limit_changes_no_bit():
     assert clip_per_example(x, 1e-300)[0].tolist() == [0.0, 0.0]
     assert clip_per_example(x, 0.0)[0].tolist() == [0.0, 0.0]
     assert clip_per_example(x, 0.0, normalize=True)[0].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("limit", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
-def test_clip_per_example_takes_a_limit_as_a_tensor(limit):
-    tree = batch_of(4)
-    for normalize in (False, True):
-        expected = clip_per_example(tree, 0.5, normalize=normalize)[0]
-        ours = clip_per_example(tree, limit, normalize=normalize)[0]
-        torch.testing.assert_close(tensors_of(ours), tensors_of(expected))
-
-
-def test_clip_per_example_mean_divides_by_all_examples():
-    tree = batch_of(5)
-    total, mean = (clip_per_example(tree, 1.0, reduce=how)[0] for how in ("sum", "mean"))
-    for name, x in tensors_of(total).items():
-        torch.testing.assert_close(mean[name], x / 5)
-
-
-def test_clip_per_example_per_layer_is_each_tensor_alone_and_may_differ_in_limits():
-    """optax divides the limit by the root of the number of tensors; Opacus takes one for each."""
-    tree = tensors_of(batch_of(5))
-    limit = 0.7 / len(tree) ** 0.5
-    total, norms = clip_per_example(tree, limit, per_layer=True)
-    for name, x in tree.items():
-        assert_bits([total[name], norms[name]], clip_per_example(x, limit))
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_clip_per_example_zero_leaves_out_bad_examples(backend, dtype, bad):
-    good = batch_of(6, dtype, backend.device)
-    tree = copy.deepcopy(good)
-    for name in ("0", "3"):
-        tree[name].view(6, -1)[1, -1] = bad
-        tree[name].view(6, -1)[5] = bad
-    rest = {k: None if x is None else x[[0, 2, 3, 4]] for k, x in good.items()}
-    total, norms = clip_per_example(tree, 1.0, nonfinite="zero")
-    assert norms.isfinite().tolist() == [True, False, True, True, True, False]
-    assert_sums(total, tree, expected_of(rest, 1.0)[0])
-    mean, _ = clip_per_example(tree, 1.0, nonfinite="zero", reduce="mean")
-    torch.testing.assert_close(mean["1"].float(), total["1"].float() / 6, rtol=1e-2, atol=1e-6)
-    by_layer, own = clip_per_example(tree, 1.0, nonfinite="zero", per_layer=True)
-    assert_sums({"1": by_layer["1"]}, {"1": tree["1"]}, expected_of(good, 1.0, per_layer=True)[0])
-    assert own["1"].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_clip_per_example_propagates_as_a_loop_over_examples(backend, dtype):
-    for bad in (math.nan, math.inf):
-        tree = tensors_of(batch_of(4, dtype, backend.device))
-        tree["0"].view(4, -1)[2, 3] = bad
-        total, norms = clip_per_example(tree, 1.0)
-        rows = [clip_by_global_norm({k: x[i] for k, x in tree.items()}, 1.0) for i in range(4)]
-        assert norms.isfinite().tolist() == [True, True, False, True]
-        for name, x in total.items():
-            expected = torch.stack([row[0][name].float() for row in rows]).sum(0)
-            assert torch.equal(x.isnan(), expected.isnan())
-            assert torch.equal(x.isfinite(), expected.isfinite())
 
 
 def test_clip_per_example_error_names_the_examples(backend):

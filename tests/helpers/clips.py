@@ -179,6 +179,11 @@ class Clip:
         if not norms:
             return
         assert measured is not None
+        dtypes = {grad.dtype.to_real() for grad in arena.grads}
+        if not isinstance(arena, OptimizerArena):
+            wide = torch.float64 if torch.float64 in dtypes else torch.float32
+            assert (measured.dtype, measured.device) == (wide, arena.memory.device)
+            assert not measured.requires_grad
         is_mixed = len({grad.dtype for grad in arena.grads}) > 1
         expected: float | list[float] = norms
         if measured.dim() == 0:
