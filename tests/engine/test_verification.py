@@ -53,6 +53,14 @@ def test_verify_passes_elements_that_round_the_other_way(device):
             tritonclip.clip_(parameters([every_mantissa.clone()]), float(limit))
 
 
+@pytest.mark.parametrize("rule", [ClipByValue(0.5, 1.0), ClipByValue(-1.0, -0.5)], ids=repr)
+def test_verify_passes_zeros_that_the_bounds_exclude(device, rule):
+    grad = torch.tensor([1.0, torch.nan], device=device)
+    with tritonclip.verify():
+        tritonclip.clip_(parameters([grad]), rule, nonfinite="zero")
+    assert not grad.any()
+
+
 def test_verify_leaves_errors_as_they_are(device):
     grads = [torch.tensor([1.0, torch.nan], device=device)]
     with tritonclip.verify(), pytest.raises(RuntimeError, match="non-finite") as caught:
