@@ -262,6 +262,7 @@ def test_call_that_one_process_refuses_raises_everywhere(what: str) -> None:
 @in_processes(2)
 def test_limit_that_differs_between_processes_raises_everywhere(how: Any) -> None:
     named = named_parameters()
+    how(named, lambda: Own(in_first(1e300, math.inf)))()
     call = how(named, lambda: Own(in_first(0.25, torch.tensor(0.5))))
     error = pytest.raises(ValueError, match=r"limit of Own must be the same.*got 0.25 to 0.5;")
     with unchanged([*named.values(), *grads_of(named.values())]), error:

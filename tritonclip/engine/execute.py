@@ -323,12 +323,12 @@ def ask_limits(measured: Sequence[tuple[Rule, Norms]]) -> None:
             flags[1:] += (~(norms.limit >= 0)).sum().to(flags)
     # Of each gradient, a process has the limits of those that are there.
     shared = [(rule, norms.limit) for rule, norms in measured if not norms.per_gradient]
-    limits = [
-        limit.to(flags).reshape(1)
-        if isinstance(limit, Tensor)
-        else flags.new_full((1,), limit or 0.0)
-        for _, limit in shared
-    ]
+    limits = []
+    for _, limit in shared:
+        if not isinstance(limit, Tensor):
+            # float64: a float may be too large for the dtype of the flags, in which it is inf.
+            limit = torch.tensor(limit or 0.0, dtype=torch.float64, device="cpu")
+        limits.append(limit.to(flags).reshape(1))
     sent = torch.cat([flags, *limits, *map(torch.neg, limits)])
     # Unless there is an error, these numbers are all that a process sends.
     failed, unlimited, *ends = all_reduce(sent, domain.groups, largest=True).tolist()
