@@ -74,12 +74,6 @@ class Domain:
         """Whether other processes have shards, or may have."""
         return bool(self.groups or self.uncovered)
 
-    @property
-    def by_mesh_first(self) -> bool:
-        """Whether a reduction over the domain begins with one over the meshes."""
-        n = len(self.mesh_groups)
-        return n > 0 and self.groups[:n] == self.mesh_groups
-
 
 def check_processes(process_group: object, copies: object) -> Processes | None:
     """The user's arguments as one object, or None without any; raises for wrong ones."""

@@ -103,21 +103,18 @@ class Reduction:
         if MOST_IN_FLOAT64 < p < math.inf:
             # NaN and inf come out of the powers at any scale.
             scale = torch.where((norms > 0) & (norms < math.inf), norms, 1.0)
-            scaled = []
-            for own, shard, positions in self._measured:
-                divisor = scale
-                if self.of != "all":
-                    divisor = scale[self.sharding.upload(positions, self.device)]
-                scaled.append((own / divisor, shard, positions))
-            powers = all_reduce(self._numbers(scaled, largest=False)[:-1], domain.groups)
-            norms = scale * powers.pow(1 / p)
+            numbers = self._numbers(self._measured, largest=False, scale=scale)
+            norms = scale * all_reduce(numbers[:-1], domain.groups).pow(1 / p)
         return norms if host_decides(self.device) else torch.where(rejected > 0, math.nan, norms)
 
-    def _numbers(self, measured: Sequence[_Measured], *, largest: bool) -> Tensor:
+    def _numbers(
+        self, measured: Sequence[_Measured], *, largest: bool, scale: Tensor | None = None
+    ) -> Tensor:
         """Rows, and then the mark of a process that rejects its gradients, here 0.
 
-        Rows have weighted powers, added up; or the largest norms, and below these flags for NaN.
-        They are those of all gradients, or stand at the positions of their parameters.
+        Rows have weighted powers of norms over `scale`, added up; or the largest norms, and below
+        these flags for NaN. They are those of all gradients, or stand at the positions of their
+        parameters.
         """
         p, n = self.norm_type, len(self.parameters)
         n_rows = {"all": 1, "each": n, "rows": 2 * n}[self.of]
@@ -129,7 +126,10 @@ class Reduction:
             # Not multiplied by 0, which would make inf NaN.
             if not shard.weight:
                 continue
-            if self.of == "all" and not largest:
+            at = None if self.of == "all" else self.sharding.upload(positions, self.device)
+            if scale is not None:
+                norms = norms / (scale if at is None else scale[at])
+            if at is None and not largest:
                 power = torch.dot(norms, norms) if p == 2 else norms.pow(p).sum()
                 rows.add_(power, alpha=shard.weight)
                 continue
@@ -137,8 +137,8 @@ class Reduction:
                 found = torch.stack([norms.nan_to_num(0.0, math.inf), norms.isnan().to(norms)])
             else:
                 found = (norms.pow(p) * shard.weight).view(1, -1)
-            if self.of != "all":
-                rows.index_copy_(1, self.sharding.upload(positions, self.device), found)
+            if at is not None:
+                rows.index_copy_(1, at, found)
             elif len(norms):
                 torch.maximum(rows, found.amax(1, keepdim=True), out=rows)
         return numbers
@@ -158,7 +158,8 @@ class Reduction:
         groups, mesh_groups = domain.groups, domain.mesh_groups
         flags = sharding.upload(tuple(sharding.flags.values()), self.device, torch.float64)
         # The first collective carries flags, and the others go by them.
-        if domain.by_mesh_first:
+        by_mesh_first = bool(mesh_groups) and groups[: len(mesh_groups)] == mesh_groups
+        if by_mesh_first:
             groups = groups[len(mesh_groups) :]
             sent = all_reduce(torch.cat([numbers, flags]), mesh_groups, largest=largest)
             numbers, flags = sent.split([len(numbers), len(flags)])
@@ -168,7 +169,7 @@ class Reduction:
             return numbers, groups
         self._measured += sums
         rows, more = numbers[:-1], self._numbers(sums, largest=largest)[:-1]
-        if domain.by_mesh_first:
+        if by_mesh_first:
             # A sum over all processes of the meshes is whole on each of them.
             if not all(
                 math.prod(group.size() for group in shard.sums_over) == domain.inner
