@@ -493,6 +493,7 @@ SCALED = torch.amp.GradScaler("cpu", init_scale=1024.0)
 BACKWARD: dict[str, tuple[Callable[[Tensor, Tensor], object], float | None]] = {
     "one": (lambda a, b: a.backward(), 2.0),
     "micro-batches": (lambda a, b: [(x / 2).backward() for x in (a, b)], 2.5),
+    "many": (lambda a, b: [a.backward(retain_graph=True) for _ in range(256)], 512.0),
     "half precision": (lambda a, b: a.bfloat16().backward(), 2.0),
     "several at once": (lambda a, b: torch.autograd.backward([a, b]), 5.0),
     "gradients given": (lambda a, b: a.backward(torch.tensor(0.5)), None),

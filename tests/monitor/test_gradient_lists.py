@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.cases import parameters
-from tritonclip.monitor.gradient_lists import MOST_LISTS, GradientLists
+from tritonclip.monitor.gradient_lists import MOST_LISTS, GradientList, GradientLists
 
 
 def made(n: int, size: int = 3) -> list[torch.Tensor]:
@@ -87,3 +87,13 @@ def test_lists_above_a_bound_are_none():
     found = [lists.find([param]) for param in params]
     assert found[-1] is None
     assert None not in found[:-1]
+
+
+def test_a_list_above_the_bound_is_not_searched_for_at_each_call(monkeypatch):
+    """A model of more parameters, with one call for each, would become several times slower."""
+    lists, params = GradientLists(), made(MOST_LISTS + 1)
+    for param in params:
+        lists.find([param])
+    searched = property(lambda _: pytest.fail("the list was searched for"))
+    monkeypatch.setattr(GradientList, "is_freed", searched)
+    assert lists.find([params[-1]]) is None

@@ -163,7 +163,7 @@ class TorchPatch:
 
 
 # The most losses of a step, and the most losses scaled by a GradScaler, that are remembered.
-_MOST_LOSSES, _MOST_SCALED = 100, 16
+_MOST_LOSSES, _MOST_SCALED = 1000, 16
 
 
 class Losses(threading.local):

@@ -93,7 +93,9 @@ class GradientLists:
                 one.storage = _weak_storage([torch.empty(1, device="cpu")])
 
     def _of_new(self, members: tuple[int, ...], size: tuple[int, int]) -> GradientList | None:
-        for one in self._lists:
+        # Above the bound, a search at each call would take longer than the call.
+        known = self._lists if len(self._lists) < MOST_LISTS else []
+        for one in known:
             if (one.n_tensors, one.n_elements) == size and one.is_freed and not one.changes:
                 return one
         ends = {members[0], members[-1]} if len(members) > 1 else set()
@@ -101,7 +103,7 @@ class GradientLists:
             if self._variants[end] >= _MOST_VARIANTS:
                 return self._that_changes(end)
         # If many lists are freed after one call, sizes change from call to call.
-        if sum(one.n_calls == 1 and one.is_freed for one in self._lists) >= _MOST_VARIANTS:
+        if sum(one.n_calls == 1 and one.is_freed for one in known) >= _MOST_VARIANTS:
             return self._that_changes(None)
         found = self._new(*size)
         if found is not None:
