@@ -3,6 +3,8 @@
 The extension is built where a C compiler is found when tritonclip is installed. Norms of the usual
 orders, products and clamps take one call each, whatever the number of gradients. Loops run in the
 threads of the OpenMP library that PyTorch has loaded, so that no second pool competes with them.
+
+`HostBatch` decides for the torch backend, too: a step would enter one file more if it stood there.
 """
 
 from __future__ import annotations
