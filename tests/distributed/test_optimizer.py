@@ -57,6 +57,16 @@ def _spoil(model: nn.Module, bad: float) -> None:
         local(grads_of(model.parameters())[0]).view(-1)[0] = bad
 
 
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@in_processes(2)
+def test_step_by_each_norm_clips_nothing_where_no_parameter_needs_clip(p: float) -> None:
+    one = parameter((4, 3), mesh_of(-1), [Shard(0)])
+    one.need_clip = False
+    right = whole(one.detach()) - 0.1 * whole(one.grad)
+    ClippedOptimizer(torch.optim.SGD([one], lr=0.1), ClipByNorm(0.5, p), nonfinite="skip").step()
+    torch.testing.assert_close(whole(one.detach()), right)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error", "skip"])
 @in_processes(2)

@@ -119,9 +119,9 @@ class Reduction:
         p, n = self.norm_type, len(self.parameters)
         n_rows = {"all": 1, "each": n, "rows": 2 * n}[self.of]
         # A mark in a separate number, which no inf or NaN of another process hides.
-        n_numbers = (2 if largest else 1) * n_rows + 1
-        numbers = torch.zeros(n_numbers, dtype=torch.float64, device=self.device)
-        rows = numbers[:-1].view(-1, n_rows)
+        n_kinds = 2 if largest else 1
+        numbers = torch.zeros(n_kinds * n_rows + 1, dtype=torch.float64, device=self.device)
+        rows = numbers[:-1].view(n_kinds, n_rows)
         for norms, shard, positions in measured:
             # Not multiplied by 0, which would make inf NaN.
             if not shard.weight:
