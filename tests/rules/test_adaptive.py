@@ -274,6 +274,13 @@ def test_rule_refuses(kind, arguments, error, message):
         kind(**arguments)
 
 
+def test_a_schedule_of_one_bound_is_asked_once_for_both():
+    (weight,) = parameters([torch.tensor([3.0, -3.0])])
+    bounds = iter([0.5, 0.25])
+    tritonclip.clip_(weight, ClipByValue(lambda step: next(bounds)), state=ClipState())
+    assert grad_of(weight).tolist() == [0.5, -0.5]
+
+
 def test_a_schedule_that_gives_no_limit_is_refused():
     with pytest.raises(ValueError, match="max_norm must be 0 or more, got -1"):
         tritonclip.clip_([], ClipByGlobalNorm(lambda step: -1.0), state=ClipState())

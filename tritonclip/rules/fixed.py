@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -313,6 +313,13 @@ class ClipByValue(Rule):
         low, high = self.interval()
         return low <= 0 <= high
 
+    def at(self, step: int) -> Rule:
+        if not isinstance(self.min, _Negative):
+            return super().at(step)
+        # One call for both bounds: its result may be random.
+        bound = as_number("max", self.min.schedule(step))
+        return replace(self, min=-bound, max=bound)
+
     def interval(self) -> tuple[float, float]:
         return number_of(self, "min"), number_of(self, "max")
 
@@ -337,7 +344,7 @@ class _Negative:
     schedule: Schedule
 
     def __call__(self, step: int) -> float:
-        return -as_number("max", self.schedule(step))
+        return -self.schedule(step)
 
     def __repr__(self) -> str:
         return f"-{self.schedule!r}"
