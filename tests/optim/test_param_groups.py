@@ -146,6 +146,7 @@ def test_sparse_gradient_shares_the_norm_of_dense_ones():
         pytest.param(ClipByGlobalNorm(2.5, eps=0.0), [[1.5], [2.0], [0.0]], id="ClipByGlobalNorm"),
         pytest.param(ClipByNorm(2.5, eps=0.0), [[1.5], [2.0], [0.0]], id="ClipByNorm"),
         pytest.param(ClipByValue(3.5), [[3.0], [3.5], [0.0]], id="ClipByValue"),
+        pytest.param(ClipByValue(lambda step: 3.5), [[3.0], [3.5], [0.0]], id="schedule"),
         pytest.param(None, [[3.0], [4.0], [0.0]], id="None"),
     ],
 )

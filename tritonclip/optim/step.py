@@ -277,15 +277,16 @@ class Step:
         agree(texts, error, domain_of(meshes, None if processes is None else processes.group))
 
     def _refuse(self, refusal: Exception | None, lists: Sequence[ClipGroup]) -> Exception | None:
-        """Checks the step and binds its rules; returns an error only if all processes get it."""
+        """Binds the rules and checks the step; returns an error only if all processes get it."""
         try:
             if refusal is not None:
                 raise refusal
-            refuse(self.clip_groups)
+            # The rules are bound first, because the checks below read their numbers.
             for group in self.clip_groups:
                 if not group.rule.fixed:
                     self.states.bind(group)
                     self.follows = True
+            refuse(self.clip_groups)
             if self.record is not None:
                 self.record.check(self.clip_groups)
         except Exception as error:
