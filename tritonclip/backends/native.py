@@ -237,23 +237,24 @@ class HostBatch(Batch):
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient, or each gradient or unit by its own."""
-        if clip.of == "rows":
+        norm_type, eps, limit, grad_scale, erase, of = clip
+        if of == "rows":
             return self._scale_rows_(norms, clip)
         numbers = norms if isinstance(norms, list) else norms.tolist()
-        if clip.of == "all" and len(numbers) > 1:
-            numbers = [combine_numbers(numbers, clip.norm_type)]
-        code, scale = TYPECODES[self.dtype], float(clip.grad_scale)
+        if of == "all" and len(numbers) > 1:
+            numbers = [combine_numbers(numbers, norm_type)]
+        code, scale = TYPECODES[self.dtype], float(grad_scale)
         # Rounded as results are.
         measured = array(code, [norm / scale for norm in numbers] if scale != 1 else numbers)
-        if clip.of == "all":
-            norm = torch.scalar_tensor(measured[0], dtype=self.dtype, device="cpu")
+        if of == "all":
+            norm = torch.scalar_tensor(measured[0], dtype=self.dtype, device=_CPU)
         else:
             norm = torch.frombuffer(measured, dtype=self.dtype)
-        if clip.erase and (clip.of == "each" or not math.isfinite(measured[0])):
+        if erase and (of == "each" or not math.isfinite(measured[0])):
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
-        limit = clip.limit.tolist() if isinstance(clip.limit, Tensor) else clip.limit
-        factors, least = self._coefficients(measured.tolist(), limit, clip.eps, code == "d")
+        limit = limit.tolist() if isinstance(limit, Tensor) else limit
+        factors, least = self._coefficients(measured.tolist(), limit, eps, code == "d")
         if scale != 1:
             (divisor,) = array(code, [scale])
             factors = array(code, [factor / divisor for factor in factors]).tolist()
