@@ -57,6 +57,8 @@ def memory_of(grad: Tensor) -> Region | None:
 
 def is_dense(grad: Tensor) -> bool:
     """Whether a tensor has no gaps, in any order of its dimensions: channels_last is dense too."""
+    if grad.is_contiguous():
+        return True
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     return grad.permute(order).is_contiguous()
 
