@@ -226,6 +226,10 @@ def spread(world: World, i: int, shape: Any, dtype: Any) -> None:
 
 def overlap(world: World, i: int, shape: Any, dtype: Any) -> None:
     grad = world.own(i)
+    if not memory(grad).numel():
+        # It was freed, or never had elements.
+        world.renew(i, shape, dtype)
+        grad = grad_of(world.params[i])
     grad.as_strided_((max(grad.numel(), 2),), (0,))
 
 
