@@ -390,8 +390,8 @@ class ClippedOptimizer(ScalerSide):
         # Under a GradScaler, a step that is not finite is an overflow.
         overflow = check_finite or self._handed.found_inf
         check_finite = check_finite or policy.checks
-        clip_groups, of_rules = grouping.divide(covers_all=check_finite or grad_scale is not None)
-        refusal = refusal or of_rules
+        clip_groups, fault = grouping.divide(covers_all=check_finite or grad_scale is not None)
+        refusal = refusal or fault
         record = None
         if recorder is not None and is_recorded:
             record = self._record(recorder)
