@@ -220,11 +220,14 @@ def as_contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def split_flat(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator[Tensor]:
-    """Yields every element once, in pieces of at most `size` elements.
+    """Yields every element once, in pieces of at most `size` elements; none for an empty tensor.
 
     Pieces are 1-d: views where strides allow it, else copies. Writable pieces are always views, of
     any shape.
     """
+    if not tensor.numel():
+        # A write to it would be seen by autograd.
+        return
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(size)
     elif tensor.numel() <= size:

@@ -236,8 +236,9 @@ class Packing:
         self._least = _TRUSTED_DOUBLE if dtype == torch.float64 else _TRUSTED
         n, self._packed, self._long = 0, list[int](), list[int]()
         for i, size in enumerate(sizes):
-            # A small one alone is not worth a copy.
-            is_long = size > PACKED or n + size > ALL_PACKED or (len(sizes) == 1 and size <= SMALL)
+            is_alone = len(sizes) == 1 and size <= SMALL and counts is None
+            # A small one alone is not worth a copy, unless it has several segments.
+            is_long = size > PACKED or n + size > ALL_PACKED or is_alone
             (self._long if is_long else self._packed).append(i)
             n += 0 if is_long else size
         self._is_complex = tensors[0].is_complex()

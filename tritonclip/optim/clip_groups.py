@@ -173,8 +173,11 @@ class ClipGroup:
             return Clipped(norm, by_group[0][1], limit)
         if not by_group:
             return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-        least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
-        coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
+        coefficient = by_group[0][1]
+        # On a CPU it is a number, and the least already.
+        if len(by_group) > 1 or isinstance(coefficient, Tensor):
+            least = [as_tensor(one, norm).min() for _, one in by_group]
+            coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
         return Clipped(norm.max(), coefficient, limit)
 
 
