@@ -63,6 +63,15 @@ def test_peak_counts_what_an_operator_takes():
     assert peak(lambda: [x.clone().sum() for _ in range(4)]) < 2**22 + 2**16
 
 
+def test_a_longer_gradient_takes_no_more_memory():
+    grad = torch.ones(2**26 + 5, dtype=torch.bfloat16)
+    norms = []
+    with tritonclip.use_backend("torch"):
+        most = peak(lambda: norms.append(tritonclip.clip_tensors_(grad, 1e9)))
+    assert most <= LIMIT
+    assert float(norms[0]) == pytest.approx((2**26 + 5) ** 0.5, rel=1e-6)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", [*each_rule(0.5, 0.25), *BY_ORDER])
